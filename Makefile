@@ -1,0 +1,52 @@
+# A fresh machine needs Python 3.10 or newer and make: `make test` does the rest.
+#     make test PYTHON=python3.12     another interpreter (the environment is rebuilt for it)
+#     make test PYTEST_ARGS='-k relu -x'
+
+PYTHON      ?= python3
+VENV        ?= .venv
+WORKERS     ?= 2
+PYTEST_ARGS ?=
+
+BIN     := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# The stamp names the Python version, so that another $(PYTHON) is noticed.
+STAMP   := $(VENV)/.installed-$(VERSION)
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help test lint types format venv clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: lint types ## everything that must pass: lint, types, then the tests on two workers
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff: rules and formatting, nothing is changed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy on src/gxd
+	$(BIN)/mypy
+
+format: $(STAMP) ## ruff: fix what can be fixed, then format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: $(STAMP) ## make or update the environment in .venv
+
+# The stamp is removed first and written last. Without one the environment is made anew, because an interrupted
+# install may have left half a package; with an outdated one it is brought up to date in place.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@if [ -e $@ ]; then rm -f $@; else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@echo "installing gxd[dev] with the versions of constraints.txt; the first time this takes minutes"
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""gxd: keep a network learning by resetting the right neurons.
+
+Four rooms in a row: :mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :mod:`gxd.operate`; :mod:`gxd.find` draws the plan of
+the house, and :class:`gxd.ContinualBackprop` walks through it after every optimizer step.
+"""
+
+from gxd.continual import ContinualBackprop
+from gxd.errors import NonFiniteWarning, ObservationError, PlanError, ResetWarning, TraceError
+from gxd.find import find_units
+from gxd.find.manual import hand_group
+from gxd.operate import reset_optimizer_state, reset_units
+from gxd.plan import Group, UnitPlan
+from gxd.score import Observation, UnitView, register_utility, utilities
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContinualBackprop",
+    "Group",
+    "NonFiniteWarning",
+    "Observation",
+    "ObservationError",
+    "PlanError",
+    "ResetWarning",
+    "TraceError",
+    "UnitPlan",
+    "UnitView",
+    "find_units",
+    "hand_group",
+    "register_utility",
+    "reset_optimizer_state",
+    "reset_units",
+    "utilities",
+]

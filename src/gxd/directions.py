@@ -1,0 +1,107 @@
+"""Which change of the output counts: the target logit, every logit, a random mixture of logits, or a score of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gxd.errors import ObservationError
+
+IGNORED = -100  # as in F.cross_entropy
+
+
+@dataclass(frozen=True)
+class Direction:
+    """An output and the cotangents to pull back through it, one at a time.
+
+    Attributes:
+        output: ``(batch, ...)``.
+        cotangents: tensors of the output's shape.
+        examples: the number of examples in the output.
+    """
+
+    output: Tensor
+    cotangents: list[Tensor]
+    examples: int
+
+
+def direction_of(
+    gradient: str | None, logits: Tensor | None, target: Tensor | None, score: Tensor | None, generator: torch.Generator
+) -> Direction:
+    """The direction a utility asks for, from what the user gave."""
+    if score is not None:
+        if logits is not None or target is not None:
+            raise ValueError("observe(score=...) takes the place of logits and target: give one or the other")
+        _check_output(score, "score")
+        return Direction(score, [torch.ones_like(score)], score.shape[0] if score.dim() else 1)
+    if logits is None:
+        raise ValueError("observe() needs logits (and for 'gxd' and 'gxi' the target), or score=...")
+    _check_output(logits, "logits")
+    if logits.dim() < 2:
+        raise ValueError(
+            f"observe(): logits have shape {tuple(logits.shape)}, expected (batch, classes); for a single output use observe(score=...)"
+        )
+    if gradient == "sketch":
+        signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        return Direction(logits, [signs.to(logits)], logits.shape[0])
+    if gradient == "all":
+        dim = 1 if target is None else _class_dim(logits, target)
+        return Direction(logits, list(_each_class(logits, dim)), logits.shape[0])
+    if target is None:
+        raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
+    return Direction(logits, [_one_hot(logits, target)], logits.shape[0])
+
+
+def _check_output(output: Tensor, name: str) -> None:
+    if not isinstance(output, Tensor):
+        raise TypeError(f"observe(): {name} must be a tensor, got {type(output).__name__}; a model output object has .logits")
+    if not output.is_floating_point():
+        raise TypeError(f"observe(): {name} must be floating point, got {output.dtype}")
+    if not output.requires_grad:
+        raise ObservationError(f"observe(): {name} has no graph: it was computed under no_grad(), detached, or is not the model's output")
+
+
+def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
+    """1 at the target class of every example (and position), or the class probabilities."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"observe(): target must be a tensor, got {type(target).__name__}")
+    if target.is_floating_point() and target.shape == logits.shape:
+        return target.detach().to(logits.dtype)
+    if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
+        raise TypeError(
+            f"observe(): target has dtype {target.dtype}, expected integer class indices (or probabilities of the logits' shape "
+            f"{tuple(logits.shape)}); for regression use observe(score=...)"
+        )
+    dim = _class_dim(logits, target)
+    index = target.detach().long().unsqueeze(dim)
+    kept = index != IGNORED
+    try:
+        return torch.zeros_like(logits).scatter_(dim, index.where(kept, 0), kept.to(logits.dtype))
+    except RuntimeError as error:
+        low, high = int(target.min()), int(target.max())
+        raise ValueError(
+            f"observe(): target classes range from {low} to {high}, but there are {logits.shape[dim]} logits (0 to "
+            f"{logits.shape[dim] - 1}); {IGNORED} is ignored"
+        ) from error
+
+
+def _class_dim(logits: Tensor, target: Tensor) -> int:
+    """The class axis: the second as in ``F.cross_entropy``, or the last."""
+    if target.shape == (logits.shape[0], *logits.shape[2:]) or target.shape == logits.shape:
+        return 1
+    if target.shape == logits.shape[:-1]:
+        return logits.dim() - 1
+    raise ValueError(
+        f"observe(): target has shape {tuple(target.shape)}, which does not go with logits of shape {tuple(logits.shape)}; expected "
+        f"{(logits.shape[0], *logits.shape[2:])}"
+    )
+
+
+def _each_class(logits: Tensor, dim: int) -> Iterator[Tensor]:
+    for index in range(logits.shape[dim]):
+        cotangent = torch.zeros_like(logits)
+        cotangent.select(dim, index).fill_(1.0)
+        yield cotangent

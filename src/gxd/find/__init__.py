@@ -1,0 +1,106 @@
+"""Room zero: find the units of a model. Reads the model, never writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gxd.errors import TraceError
+from gxd.find import rules  # noqa: F401  (registers the rules)
+from gxd.find.assemble import assemble
+from gxd.find.engine import Engine
+from gxd.find.manual import HandGroup, merge_by_hand
+from gxd.layers import unwrap
+from gxd.plan import UnitPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def find_units(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rates: Mapping[str, float] | None = None,
+    residual: str = "skip",
+    groups: Sequence[HandGroup] = (),
+    batch_dim: int = 0,
+) -> UnitPlan:
+    """Find every hidden unit of a model that can be reset, and say why the others cannot.
+
+    The model is traced once with ``torch.export``; it is left exactly as it was found. No value of the inputs matters, only
+    their shapes; give a batch of two or more, so that the batch axis can be told from the others.
+
+    Args:
+        model: any module; one wrapped by ``torch.compile`` or ``DistributedDataParallel`` is unwrapped.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments of ``model.forward``. None: the
+            model is not traced, and only the hand-written ``groups`` are used.
+        include: shell-style pattern(s) of group names to keep. Default: all.
+        exclude: shell-style pattern(s) of group names to leave out.
+        rates: replacement rate by group-name pattern, for groups that differ from the common one.
+        residual: what to do with coordinates of a residual stream, written by several layers: ``"skip"`` or ``"group"`` (reset the
+            rows of all writers and the columns of all readers together).
+        groups: hand-written groups (:func:`gxd.hand_group`); they replace traced groups of the same producers.
+        batch_dim: the axis of the inputs that counts examples.
+
+    Example::
+
+        plan = gxd.find_units(model, x[:2])
+        print(plan)
+    """
+    if residual not in ("skip", "group"):
+        raise ValueError(f"residual={residual!r} is not 'skip' or 'group'")
+    model = unwrap(model)
+    if example_inputs is None:
+        if not groups:
+            raise ValueError("give example_inputs to trace the model, or hand-written groups")
+        plan = UnitPlan(())
+    else:
+        engine = Engine(model, _export(model, example_inputs), residual, batch_dim)
+        engine.run()
+        plan = assemble(engine)
+    plan = merge_by_hand(model, plan, groups)
+    return plan.select(include, exclude, rates)
+
+
+def _export(model: nn.Module, example_inputs: Any) -> Any:
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    else:
+        args, kwargs = (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+    try:
+        with _as_found(model):
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:  # torch.export raises many kinds; all of them mean the same to the user
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise TraceError(
+            f"{type(model).__name__} could not be traced by torch.export: {type(error).__name__}: {first[:300]}\n"
+            "If the message is about the inputs, fix example_inputs (a tensor, a tuple, or a dict of keyword arguments; a batch of "
+            "two). If the forward pass depends on the values of its inputs, trace a part of the model "
+            "(gxd.find_units(model.backbone, ...)), or describe the units by hand: gxd.find_units(model, "
+            "groups=[gxd.hand_group('fc1', consumers=['fc2'])])."
+        ) from error
+
+
+@contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Trace in training mode (evaluation takes fused paths), and give back modes and random state as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            for module, _ in modes:
+                module.training = True
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+__all__ = ["HandGroup", "find_units"]

@@ -1,0 +1,157 @@
+"""Groups written by hand, for models that cannot be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gxd.errors import PlanError
+from gxd.init import fit
+from gxd.layers import CONV, CONV_TRANSPOSE, Layout, default_bound, layout_of
+from gxd.plan import Consumer, Group, Norm, Producer, UnitPlan, View, tensor_names
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_COUPLING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class HandGroup:
+    """Names of the layers of a hand-written group. See :func:`gxd.hand_group`."""
+
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    norms: tuple[str, ...]
+    columns: Tensor | None
+    batch_axis: int
+
+
+def hand_group(
+    producers: str | Sequence[str],
+    consumers: str | Sequence[str],
+    norms: str | Sequence[str] = (),
+    *,
+    columns: Tensor | None = None,
+    batch_axis: int = 0,
+) -> HandGroup:
+    """Describe a group by hand: who writes the units, who reads them, and which norms stand in between.
+
+    Args:
+        producers: qualified module name(s); all of them have one row per unit.
+        consumers: qualified module name(s). With k times as many input columns as there are units, the columns of a unit are
+            consecutive, as after ``flatten`` of ``(B, C, H, W)``.
+        norms: norm modules between producer and consumers, with one entry per unit.
+        columns: ``(n, k)`` the input columns of each unit, where they are laid out otherwise.
+        batch_axis: the axis of the examples in the consumers' input.
+
+    Example::
+
+        plan = gxd.find_units(model, groups=[gxd.hand_group("conv1", consumers=["conv2"], norms=["bn1"])])
+    """
+    return HandGroup(_names(producers), _names(consumers), _names(norms), columns, batch_axis)
+
+
+def merge_by_hand(model: nn.Module, plan: UnitPlan, groups: Sequence[HandGroup]) -> UnitPlan:
+    """The plan with hand-written groups added; they replace traced groups that share a producer."""
+    if not groups:
+        return plan
+    written = [_build(model, group) for group in groups]
+    taken = {producer.module for group in written for producer in group.producers}
+    kept = [g for g in plan.groups if not taken & {p.module for p in g.producers}]
+    skipped = tuple(s for s in plan.skipped if s.name.partition("[")[0] not in taken)
+    everything = (*kept, *written)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: tuple(tensors[name].shape) for name in tensor_names(everything)}
+    return UnitPlan(everything, skipped, shapes)
+
+
+def _build(model: nn.Module, hand: HandGroup) -> Group:
+    modules = dict(model.named_modules())
+    for name in (*hand.producers, *hand.consumers, *hand.norms):
+        if name not in modules:
+            raise PlanError(f"hand-written group: the model has no module {name!r}")
+    layouts = {name: _layout(name, modules[name]) for name in (*hand.producers, *hand.consumers)}
+    sizes = {name: _rows(layouts[name], modules[name]) for name in hand.producers}
+    size = next(iter(sizes.values()))
+    if len(set(sizes.values())) > 1:
+        raise PlanError(f"hand-written group: the producers have different numbers of rows: {sizes}")
+    rows = torch.arange(size)
+    producers = []
+    for name in hand.producers:
+        module = modules[name]
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        init = fit(weight, default_bound(module, weight))
+        producers.append(Producer(name, f"{name}.weight", _bias(name, module), layouts[name], rows, rows, init))
+    views = tuple(_view(name, modules[name], layouts[name], size, hand) for name in hand.consumers)
+    norms = tuple(_norm(name, modules[name], size) for name in hand.norms)
+    return Group(hand.producers[0], size, tuple(producers), views, norms)
+
+
+def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGroup) -> View:
+    columns = _columns(layout, module)
+    if hand.columns is not None:
+        index = hand.columns.long().view(size, -1)
+        if int(index.max()) >= columns or int(index.min()) < 0:
+            raise PlanError(f"hand-written group: columns go up to {int(index.max())}, but {name!r} has {columns}")
+    elif columns % size:
+        raise PlanError(f"hand-written group: {name!r} has {columns} columns, no multiple of the {size} units; give columns=")
+    else:
+        index = torch.arange(columns).view(size, -1)
+    bias = _bias(name, module)
+    approximate = None if bias else "no bias to take the mean"
+    taps = 1.0
+    if layout.family == CONV and any(_pads(module)):
+        approximate = approximate or "padding"
+    elif layout.family == CONV_TRANSPOSE:
+        approximate = approximate or "transposed kernel"
+        taps = 1.0 / float(torch.tensor(module.stride).prod())
+    consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, False, taps, approximate)
+    axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(module.weight.dim() - 1)  # type: ignore[union-attr,operator]
+    return View((consumer,), index, axis, hand.batch_axis)
+
+
+def _norm(name: str, module: nn.Module, size: int) -> Norm:
+    if not isinstance(module, _NORMS):
+        raise PlanError(f"hand-written group: {name!r} is a {type(module).__name__}, not a norm")
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    names = {key: f"{name}.{key}" if key in tensors else None for key in ("weight", "bias", "running_mean", "running_var")}
+    count = next((t.numel() for key, t in tensors.items() if names.get(key)), 0)
+    if count % size:
+        raise PlanError(f"hand-written group: norm {name!r} has {count} entries, no multiple of the {size} units")
+    entries = torch.arange(count).view(size, -1)
+    return Norm(name, **names, entries=entries, couples=isinstance(module, _COUPLING))
+
+
+def _layout(name: str, module: nn.Module) -> Layout:
+    layout = layout_of(module)
+    if layout is None or isinstance(module, nn.MultiheadAttention):
+        raise PlanError(f"hand-written group: {name!r} is a {type(module).__name__}, not a Linear or a convolution")
+    return layout
+
+
+def _rows(layout: Layout, module: nn.Module) -> int:
+    view = layout.canonical(module.weight)  # type: ignore[arg-type]
+    return view.shape[0] * view.shape[1]
+
+
+def _columns(layout: Layout, module: nn.Module) -> int:
+    view = layout.canonical(module.weight)  # type: ignore[arg-type]
+    return view.shape[0] * view.shape[2]
+
+
+def _pads(module: nn.Module) -> list[bool]:
+    padding = module.padding
+    if isinstance(padding, str):
+        return [padding == "same"]
+    zeros = module.padding_mode == "zeros"
+    return [zeros and bool(width) for width in padding]  # type: ignore[union-attr]
+
+
+def _bias(name: str, module: nn.Module) -> str | None:
+    return f"{name}.bias" if getattr(module, "bias", None) is not None else None
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

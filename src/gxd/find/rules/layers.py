@@ -1,0 +1,202 @@
+"""Layers: columns that read units, rows that make new ones."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gxd.find.engine import Engine, LayerCall, foreign, op_name, rule
+from gxd.find.labels import FOREIGN, Value, collapse
+from gxd.layers import CONV_TRANSPOSE, is_plain_call, layout_of
+
+
+@rule("linear")
+def linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _layer(engine, node, args, axis=-1, padded=False)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def conv(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    padding = args[4] if len(args) > 4 else 0
+    padded = padding != "valid" and any(_as_list(padding)) if padding != "same" else True
+    return _layer(engine, node, args, axis=-(args[1].unit.dim() - 1), padded=padded)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Each output sees one in ``stride`` taps of the kernel along each axis: a constant can match them only on average."""
+    stride = _as_list(args[3] if len(args) > 3 else 1)
+    rank = args[1].unit.dim() - 2
+    taps = 1.0 / prod(stride * rank if len(stride) == 1 else stride)
+    return _layer(engine, node, args, axis=-(rank + 1), padded=True, taps=taps)
+
+
+@rule("addmm", "addmv", "bilinear", "addbmm")
+def unowned_product(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return functional(engine, node, args)
+
+
+def functional(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
+    """A weight used outside its layer: there is no module call to observe."""
+    values = [a for a in args if isinstance(a, Value)]
+    for value in values:
+        if value.parameter in engine.parameters:
+            name = engine.owner(value.parameter) or value.parameter
+            engine.refused.setdefault(name, f"its weight is used functionally ({op_name(node)}), not by calling the layer")
+    for value in values:
+        engine.block(value, f"read by {op_name(node)} with a weight used functionally, which is not a layer call")
+    return foreign(node, values)
+
+
+def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bool, taps: float = 1.0) -> Any:
+    value, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else None
+    if weight.parameter is None or weight.parameter not in engine.parameters:
+        return _computed(engine, node, value, weight, bias)
+    if not isinstance(value, Value) or value.parameter in engine.parameters:
+        return functional(engine, node, args)
+    name = engine.owner(weight.parameter)
+    module = engine.modules[name]
+    caller = engine.caller(node)
+    attention = isinstance(engine.modules.get(caller), nn.MultiheadAttention)
+    layout = layout_of(module)
+    plain = caller == name and is_plain_call(module)
+    if layout is None or not (plain or attention):
+        return functional(engine, node, args)
+    call = LayerCall(
+        module=name,
+        weight=weight.parameter,
+        bias=_trained(engine, bias),
+        layout=layout,
+        site=caller,
+        attention=attention,
+        node=node,
+        columns=_columns(engine, value, axis, name),
+        axis=axis,
+        batch_axis=0,
+        fold="none",
+        source=node.args[0],  # type: ignore[arg-type]
+    )
+    call.taps = taps
+    call.batch_axis, call.fold = _batch(value.example, axis, engine.batch_dim)
+    call.running_mean = _following_running_mean(engine, node) if bias is None else None
+    call.approximate = _approximation(engine, call, bias, padded)
+    _consume(engine, call)
+    _produce(engine, call, weight, bias, node)
+    engine.layers.append(call)
+    return _output(call, value, node, axis)
+
+
+def _computed(engine: Engine, node: fx.Node, value: Value, weight: Value, bias: Value | None) -> Any:
+    caller = engine.caller(node)
+    reason = "its weight is computed (a parametrization or a function of other tensors), there is no weight to draw again"
+    engine.refused.setdefault(caller.partition(".parametrizations")[0], reason)
+    for operand in (value, weight, bias):
+        if isinstance(operand, Value):
+            engine.block(operand, f"read by '{caller}', whose weight is computed")
+    return foreign(node, [value])
+
+
+def _columns(engine: Engine, value: Value, axis: int, name: str) -> Tensor:
+    """The label of each input column; a column that holds several units at several positions blocks them."""
+    others = [d for d in range(value.unit.dim()) if d != axis % value.unit.dim()]
+    kept = engine.reduce(value, others, f"read by '{name}' with several units in one column")
+    return kept.unit.flatten()
+
+
+def _batch(example: Tensor, axis: int, default: int) -> tuple[int, str]:
+    """Which axis of the input (without the column axis) holds the examples, and how."""
+    label, unclear = collapse(example, [axis % example.dim()], ignore=None)
+    label = label.squeeze(axis)
+    fallback = min(default, max(0, label.dim() - 1)), "none"
+    if bool(unclear.any()) or label.numel() == 0 or bool((label < 0).any()):
+        return fallback
+    size = int(label.max()) + 1
+    if size < 2:
+        return fallback
+    for dim in range(label.dim()):
+        along, mixed = collapse(label, [d for d in range(label.dim()) if d != dim], ignore=None)
+        along = along.flatten()
+        if bool(mixed.any()) or len(along) % size:
+            continue
+        repeats = len(along) // size
+        if torch.equal(along, torch.arange(size)):
+            return dim, "none"
+        if torch.equal(along, torch.arange(size).repeat_interleave(repeats)):
+            return dim, "major"
+        if torch.equal(along, torch.arange(size).repeat(repeats)):
+            return dim, "minor"
+    return fallback
+
+
+def _trained(engine: Engine, bias: Value | None) -> str | None:
+    if bias is None or bias.parameter not in engine.parameters:
+        return None
+    return bias.parameter if engine.parameters[bias.parameter].requires_grad else None
+
+
+def _following_running_mean(engine: Engine, node: fx.Node) -> str | None:
+    """The running mean of the BatchNorm that alone reads the layer's output, if there is one."""
+    readers = list(node.users)
+    if len(readers) != 1 or op_name(readers[0]) != "batch_norm" or readers[0].args[0] is not node:
+        return None
+    mean = engine.fetch(readers[0].args[3])
+    return mean.parameter if isinstance(mean, Value) else None
+
+
+def _approximation(engine: Engine, call: LayerCall, bias: Value | None, padded: bool) -> str | None:
+    if call.bias is None and call.running_mean is None:
+        return "no bias to take the mean" if bias is None else "its bias is frozen"
+    if call.layout.family == CONV_TRANSPOSE:
+        return "transposed kernel"
+    return "padding" if padded else None
+
+
+def refusal(engine: Engine, call: LayerCall) -> str | None:
+    """Why the weight of this call cannot be written, or None."""
+    parameter = engine.parameters[call.weight]
+    names = engine.aliases[id(parameter)]
+    if len(names) > 1:
+        if len({id(engine.modules[engine.owner(n)]) for n in names}) == 1:
+            return "shared module: it is registered under several names, and called several times"
+        return f"tied weights: {' and '.join(repr(n) for n in names)} are one parameter"
+    if not parameter.requires_grad:
+        return "frozen: its weight does not require gradients"
+    return None
+
+
+def _consume(engine: Engine, call: LayerCall) -> None:
+    reason = refusal(engine, call)
+    if reason is not None:
+        engine.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
+        call.columns = torch.full_like(call.columns, FOREIGN)
+
+
+def _produce(engine: Engine, call: LayerCall, weight: Value, bias: Value | None, node: fx.Node) -> None:
+    assert weight.rows is not None
+    call.rows = weight.rows.flatten(1)[:, 0]
+    if call.layout.family == CONV_TRANSPOSE:  # (in, out / groups, ...): rows are counted by the output channel
+        call.rows = torch.arange(node.meta["val"].shape[-(weight.unit.dim() - 1)])
+    call.bias_rows = call.rows if bias is None or bias.rows is None else bias.rows
+    reason = refusal(engine, call)
+    if reason is not None:
+        engine.refused.setdefault(call.module, reason)
+    else:
+        call.units = engine.units.new(len(call.rows))
+
+
+def _output(call: LayerCall, value: Value, node: fx.Node, axis: int) -> Value:
+    shape = node.meta["val"].shape
+    place = axis % len(shape)
+    labels = call.units if len(call.units) else torch.full((shape[place],), FOREIGN)
+    unit = labels.view([-1 if d == place else 1 for d in range(len(shape))]).expand(shape)
+    mixed_dims = [place] if axis == -1 else list(range(place, len(shape)))
+    example, unclear = collapse(value.example, mixed_dims, ignore=None)
+    return Value(unit, example.masked_fill(unclear, FOREIGN).expand(shape))
+
+
+def _as_list(padding: Any) -> list[int]:
+    return list(padding) if isinstance(padding, (list, tuple)) else [padding]

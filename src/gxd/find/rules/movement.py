@@ -1,0 +1,146 @@
+"""Ops that only move data are executed on the labels themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gxd.find.engine import Engine, flatten, foreign, rule, substitute, unknown
+from gxd.find.labels import CONST, FOREIGN, Value
+
+
+@rule(
+    *("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t", "numpy_T"),
+    *("mT", "mH", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "squeeze", "unsqueeze", "expand", "expand_as"),
+    *("broadcast_to", "broadcast_tensors", "select", "slice", "narrow", "cat", "concat", "concatenate", "stack", "hstack", "vstack"),
+    *("dstack", "column_stack", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unsafe_chunk", "unsafe_split"),
+    *("unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit", "repeat", "tile", "repeat_interleave", "roll", "flip", "rot90"),
+    *("unfold", "im2col", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "index_select"),
+    *("diagonal", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "fliplr", "flipud", "ravel", "block_diag", "tril", "triu"),
+)
+def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the op on the labels: what stands where afterwards is what the op says."""
+    values = list(flatten((args, kwargs)))
+    unit = _execute(node, args, kwargs, "unit")
+    example = _execute(node, args, kwargs, "example")
+    if unit is None or example is None:
+        return unknown(engine, node, args, kwargs)
+    parameter, rows = None, None
+    if values and values[0].rows is not None:
+        parameter, rows = values[0].parameter, _execute(node, args, kwargs, "rows")
+    if isinstance(unit, Tensor):
+        return Value(unit, example, parameter, rows)
+    many_rows = rows if rows is not None else [None] * len(unit)
+    return [Value(u, e, parameter, r) for u, e, r in zip(unit, example, many_rows, strict=True)]
+
+
+@rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d")
+def pad(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Padding with a constant adds constants; the other modes move data."""
+    mode = args[2] if len(args) > 2 and isinstance(args[2], str) else kwargs.get("mode", "constant")
+    if not node.target._schema.name.endswith(("pad", "constant_pad_nd")) or mode != "constant":
+        return move(engine, node, args, kwargs)
+    value: Value = args[0]
+    unit = torch.ops.aten.constant_pad_nd(value.unit, args[1], CONST)
+    # A padded row of the batch axis belongs to no example; other padding belongs to the example around it.
+    example = torch.ops.aten.constant_pad_nd(value.example, args[1], FOREIGN)
+    if any(args[1][: 2 * (value.unit.dim() - 1)]) and not any(args[1][2 * (value.unit.dim() - 1) :]):
+        example = _first_along_padded(value, args[1], unit.shape)
+    return Value(unit, example)
+
+
+def _first_along_padded(value: Value, widths: list[int], shape: torch.Size) -> Tensor:
+    dims = [value.unit.dim() - 1 - i // 2 for i, width in enumerate(widths) if width]
+    example = value.example
+    for dim in set(dims):
+        example = example.narrow(dim, 0, 1)
+    return example.expand(shape)
+
+
+@rule("index")
+def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Indexing by known indices is movement; by unknown ones, it keeps labels that are constant along the indexed axes."""
+    value, indices = args[0], args[1]
+    if all(i is None or i.concrete is not None for i in indices):
+        return move(engine, node, args, kwargs)
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    known = [i for i in indices if i is not None]
+    if any(i.has_units() for i in known) or any(_is_mask(engine, node)):
+        return unknown(engine, node, args, kwargs)
+    kept = engine.reduce(value, dims, f"selected by computed indices in {node.name}")
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    target = node.meta["val"].shape
+    rank = len(target) - (value.unit.dim() - len(dims))
+    place = dims[0] if adjacent else 0
+    unit = _respread(kept.unit, dims, place, rank).expand(target)
+    example = _respread(kept.example, dims, place, rank).expand(target)
+    return Value(unit, example)
+
+
+def _is_mask(engine: Engine, node: fx.Node) -> list[bool]:
+    return [i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1]]  # type: ignore
+
+
+def _respread(label: Tensor, dims: list[int], place: int, rank: int) -> Tensor:
+    label = label.squeeze(dims)
+    return label.reshape(*label.shape[:place], *[1] * rank, *label.shape[place:])
+
+
+@rule("gather", "take_along_dim")
+def gather(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Gathering along an axis keeps labels that are constant along it."""
+    value, dim = args[0], args[1] if len(args) > 1 and isinstance(args[1], int) else args[2]
+    shape = node.meta["val"].shape
+    kept = engine.reduce(value, [dim], f"gathered by computed indices in {node.name}")
+    slices = tuple(slice(0, 1 if d == dim % len(shape) else s) for d, s in enumerate(shape))
+    return Value(kept.unit[slices].expand(shape), kept.example[slices].expand(shape))
+
+
+@rule(
+    *("contiguous", "clone", "to", "_to_copy", "type_as", "detach", "detach_copy", "alias", "lift_fresh_copy", "lift_fresh"),
+    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "float", "half", "double", "bfloat16", "cpu", "cuda"),
+    *("prelu", "_prelu_kernel", "rrelu", "rrelu_with_noise", "identity", "positive", "resolve_conj", "resolve_neg"),
+)
+def identity(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The labels of the first operand pass unchanged."""
+    value = args[0]
+    return value if isinstance(value, Value) else foreign(node)
+
+
+@rule("native_dropout")
+def native_dropout(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return [args[0], args[0]]
+
+
+def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str) -> Any:
+    """Run the node's op on one kind of label; None if it does not run or does not give the traced shape."""
+
+    def pick(value: Value) -> Any:
+        return value.concrete if value.concrete is not None else getattr(value, label)
+
+    labels, named = substitute((args, kwargs), pick)
+    first = labels[0]
+    if isinstance(first, Tensor):  # an in-place reshape must not reshape our label
+        labels[0] = first.view(first.shape)
+    result = None
+    try:
+        result = node.target(*labels, **named)  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, IndexError, TypeError):
+        doubles, named = substitute((args, kwargs), lambda v: _as_double(pick(v)))
+        try:
+            result = node.target(*doubles, **named)  # type: ignore[operator]
+        except (RuntimeError, NotImplementedError, IndexError, TypeError):
+            return None
+    fakes = node.meta["val"]
+    results = [result] if isinstance(result, Tensor) else list(result)
+    shapes = [fakes.shape] if isinstance(fakes, Tensor) else [f.shape for f in fakes]
+    if [r.shape for r in results] != shapes:
+        return None
+    results = [r.long() for r in results]
+    return results[0] if isinstance(fakes, Tensor) else results
+
+
+def _as_double(label: Any) -> Any:
+    return label.double() if isinstance(label, Tensor) else label

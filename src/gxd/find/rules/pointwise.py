@@ -1,0 +1,106 @@
+"""Pointwise ops: labels merge element by element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gxd.find.engine import Engine, op_name, rule
+from gxd.find.labels import CONST, FOREIGN, Value
+
+# Where a unit meets data that is no unit's: a product modulates the unit, any other op makes a mixture.
+_PRODUCTS = {"mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow", "masked_fill", "logical_and", "bitwise_and"}
+# Where two units meet: a sum makes a residual coordinate, any other op (product, maximum) makes one unit with two producers.
+_SUMS = {"add", "sub", "subtract", "rsub", "lerp", "addcmul", "addcdiv", "logaddexp"}
+
+
+@rule("<pointwise>", "masked_fill", "where", "dropout_mask")
+def pointwise(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Any op with the ATen tag ``pointwise``."""
+    operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Value)]
+    if op_name(node) in ("where",) and operands and not operands[0].has_units():
+        operands = operands[1:]  # which branch is taken is no unit's business
+    shape = node.meta["val"].shape
+    merged: Value | None = None
+    for operand in operands:
+        spread = Value(operand.unit.expand(shape), operand.example.expand(shape))
+        merged = spread if merged is None else merge(engine, node, merged, spread)
+    if merged is None:
+        return Value(torch.tensor(CONST).expand(shape), torch.tensor(FOREIGN).expand(shape))
+    return merged
+
+
+@rule("glu")
+def glu(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Half of the units times the sigmoid of the other half."""
+    dim = args[1] if len(args) > 1 else -1
+    units, examples = args[0].unit.chunk(2, dim), args[0].example.chunk(2, dim)
+    return merge(engine, node, Value(units[0], examples[0]), Value(units[1], examples[1]))
+
+
+def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
+    """Two operands of a pointwise op, already of the same shape."""
+    name = op_name(node).removesuffix("_")
+    a, b = engine.units.resolve(left.unit), engine.units.resolve(right.unit)
+    if name in _SUMS:
+        a, b = _without_broadcast(engine, name, a, b)
+        _meet_foreign(engine, node, a, b)
+    else:
+        a, b = _without_broadcast(engine, name, a, b)
+        if name not in _PRODUCTS and name != "glu":
+            _meet_foreign(engine, node, a, b)
+    both = (a >= 0) & (b >= 0) & (a != b)
+    blocked = torch.zeros_like(both)
+    if bool(both.any()):
+        pairs = torch.stack([a[both], b[both]], 1).unique(dim=0)
+        if name in _SUMS and not engine.group_residuals:
+            reason = f"residual coordinate: {_writers(engine, pairs)} are added; residual='group' resets them together"
+            engine.units.block(pairs, reason)
+            blocked = both
+        else:
+            engine.units.merge(pairs[:, 0], pairs[:, 1], residual=name in _SUMS)
+            a = engine.units.resolve(a)
+    foreign = (a == FOREIGN) | (b == FOREIGN)
+    unit = torch.where(a >= 0, a, torch.where(b >= 0, b, torch.where(foreign, FOREIGN, CONST)))
+    if name in _SUMS or name not in _PRODUCTS | {"glu"}:
+        unit = unit.masked_fill(foreign, FOREIGN)
+    unit = unit.masked_fill(blocked, FOREIGN)
+    return Value(unit, torch.where(left.example >= 0, left.example, right.example))
+
+
+def _meet_foreign(engine: Engine, node: fx.Node, a: Tensor, b: Tensor) -> None:
+    name = op_name(node).removesuffix("_")
+    mixture = torch.cat([a[(a >= 0) & (b == FOREIGN)], b[(b >= 0) & (a == FOREIGN)]])
+    verb = "added to" if name in _SUMS else f"combined by {name} with"
+    kind = "residual coordinate: " if name in _SUMS else ""
+    engine.units.block(
+        mixture, f"{kind}{verb} values that are no unit's (the model's input, an embedding, a layer that is not reset)"
+    )
+
+
+def _without_broadcast(engine: Engine, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A unit that meets several units (a scalar gate) is not one with any of them: it is read by something that is no layer."""
+    both = (a >= 0) & (b >= 0) & (a != b)
+    if not bool(both.any()):
+        return a, b
+    pairs = torch.stack([a[both], b[both]], 1).unique(dim=0)
+    results = []
+    for side, label in ((0, a), (1, b)):
+        ids, counts = pairs[:, side].unique(return_counts=True)
+        shared = ids[counts > 1]
+        engine.units.block(shared, f"read by {name}, which is not a layer: it meets several units")
+        results.append(label.masked_fill(torch.isin(label, shared), FOREIGN) if len(shared) else label)
+    return results[0], results[1]
+
+
+def _writers(engine: Engine, pairs: Tensor) -> str:
+    """The names of the layers that wrote the two sides."""
+    names = []
+    for side in (0, 1):
+        unit = int(pairs[0, side])
+        name = next((c.module for c in engine.layers if len(c.units) and c.units[0] <= unit <= c.units[-1]), "?")
+        names.append(f"'{name}'")
+    return " and ".join(names)
+

@@ -1,0 +1,88 @@
+"""Products of two activations: attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gxd.find.engine import Engine, rule, unknown
+from gxd.find.labels import FOREIGN, Value, filled
+from gxd.find.rules.layers import functional
+
+_SCORES = "read by a product of activations (attention scores), which is not a layer"
+
+
+@rule("scaled_dot_product_attention")
+def attention(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The output is a weighted mean of the values over positions: it carries their units. Query and key only make scores."""
+    query, key, value = args[0], args[1], args[2]
+    for operand in (query, key, *[a for a in args[3:4] if isinstance(a, Value)]):
+        engine.block(operand, _SCORES)
+    shape = node.meta["val"].shape
+    kept = engine.reduce(value, [-2], _SCORES)
+    unit, example = kept.unit, kept.example
+    if kwargs.get("enable_gqa") and unit.dim() > 2:
+        repeats = shape[-3] // unit.shape[-3]
+        unit, example = unit.repeat_interleave(repeats, -3), example.repeat_interleave(repeats, -3)
+    return Value(unit.expand(shape), example.expand(shape))
+
+
+@rule("matmul", "bmm", "mm", "linalg_matmul", "__matmul__")
+def matmul(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A product sums over one axis: the labels of an operand survive if they are constant along it."""
+    left, right = args[0], args[1]
+    if left.parameter in engine.parameters or right.parameter in engine.parameters:
+        return functional(engine, node, args)
+    if left.unit.dim() < 2 or right.unit.dim() < 2:
+        return unknown(engine, node, args, kwargs)
+    shape = node.meta["val"].shape
+    return _product(engine, node, (left, [-1]), (right, [-2]), lambda label: label.expand(shape))
+
+
+def _product(engine: Engine, node: fx.Node, left: Any, right: Any, spread: Any) -> Value:
+    sides = [engine.reduce(value, dims, _SCORES) for value, dims in (left, right)]
+    units = [spread(side.unit) for side in sides]
+    examples = [spread(side.example) for side in sides]
+    if sides[0].has_units() and sides[1].has_units():  # units against units: an outer product
+        for side in sides:
+            engine.block(side, _SCORES)
+        return filled(units[0].shape, FOREIGN, torch.where(examples[0] >= 0, examples[0], examples[1]))
+    unit = torch.where(units[0] >= 0, units[0], torch.where(units[1] >= 0, units[1], FOREIGN))
+    return Value(unit, torch.where(examples[0] >= 0, examples[0], examples[1]))
+
+
+@rule("einsum")
+def einsum(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Two operands and plain letters; anything else is unknown."""
+    equation, operands = args[0].replace(" ", ""), args[1]
+    if any(o.parameter in engine.parameters for o in operands):
+        return functional(engine, node, operands)
+    if len(operands) != 2 or "->" not in equation or "." in equation:
+        return unknown(engine, node, args, kwargs)
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    if any(len(set(term)) != len(term) for term in terms):
+        return unknown(engine, node, args, kwargs)
+    shape = node.meta["val"].shape
+    sides = []
+    for term, operand in zip(terms, operands, strict=True):
+        kept = engine.reduce(operand, [i for i, letter in enumerate(term) if letter not in output], _SCORES)
+        sides.append(Value(_arrange(kept.unit, term, output, shape), _arrange(kept.example, term, output, shape)))
+    return _product(engine, node, (sides[0], []), (sides[1], []), lambda label: label)
+
+
+def _arrange(label: Tensor, term: str, output: str, shape: torch.Size) -> Tensor:
+    label = label.squeeze([i for i, letter in enumerate(term) if letter not in output])
+    letters = [letter for letter in term if letter in output]
+    label = label.permute([letters.index(letter) for letter in output if letter in letters])
+    return label.reshape([shape[i] if letter in letters else 1 for i, letter in enumerate(output)]).expand(shape)
+
+
+@rule("baddbmm")
+def baddbmm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if args[0].has_units():
+        return unknown(engine, node, args, kwargs)
+    return matmul(engine, node, args[1:], kwargs)
+

@@ -1,0 +1,135 @@
+"""The layer families: one canonical view of a weight, and what the plan needs to know about a module.
+
+A family is everything that sets a layer type apart: how its weight is laid out, which axis of its input holds the columns, and the
+distribution its weight has by default. To support a new layer type, add a family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+LINEAR, CONV, CONV_TRANSPOSE = "linear", "conv", "conv_transpose"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the weight of a layer is laid out.
+
+    Attributes:
+        family: one of :data:`LINEAR`, :data:`CONV`, :data:`CONV_TRANSPOSE`.
+        groups: the number of blocks of a grouped convolution, 1 otherwise.
+    """
+
+    family: str
+    groups: int = 1
+
+    def canonical(self, tensor: Tensor) -> Tensor:
+        """View a weight, or a tensor of its shape, as ``(groups, out / groups, in / groups, *kernel)``.
+
+        The result shares memory with ``tensor``: writing to it writes to the weight.
+        """
+        blocks = tensor.unflatten(0, (self.groups, -1))
+        return blocks.transpose(1, 2) if self.family == CONV_TRANSPOSE else blocks
+
+    def row(self, tensor: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups, *kernel)``."""
+        view = self.canonical(tensor)
+        rows = rows.to(tensor.device)
+        return view, (rows // view.shape[1], rows % view.shape[1])
+
+    def column(self, tensor: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor | slice, ...]]:
+        """The canonical view and the index of the given input columns: ``view[index]`` is ``(n, out / groups, *kernel)``."""
+        view = self.canonical(tensor)
+        columns = columns.to(tensor.device)
+        return view, (columns // view.shape[2], slice(None), columns % view.shape[2])
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout of a layer that gxd can reset, or None."""
+    for kind, describe in _FAMILIES.items():
+        if isinstance(module, kind):
+            return describe(module)
+    return None
+
+
+def is_plain_call(module: nn.Module) -> bool:
+    """Whether calling the module applies its weight to its input and does nothing else.
+
+    A subclass with a ``forward`` of its own may do anything before the weight is used.
+    """
+    return any(type(module).forward is kind.forward for kind in _PLAIN)
+
+
+def default_bound(module: nn.Module, weight: Tensor) -> float:
+    """The bound of the uniform distribution that ``reset_parameters`` of the layer draws its weight from."""
+    if isinstance(module, nn.MultiheadAttention):  # xavier_uniform_
+        return math.sqrt(6.0 / (weight.shape[0] + weight.shape[1]))
+    return 1.0 / math.sqrt(max(1, weight[0].numel()))  # kaiming_uniform_(a=sqrt(5))
+
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, *_CONV_TRANSPOSE)
+_FAMILIES: dict[type[nn.Module], Callable[[nn.Module], Layout]] = {
+    nn.Linear: lambda module: Layout(LINEAR),
+    nn.MultiheadAttention: lambda module: Layout(LINEAR),
+    **{kind: lambda module: Layout(CONV, int(module.groups)) for kind in _CONV},  # type: ignore[arg-type]
+    **{kind: lambda module: Layout(CONV_TRANSPOSE, int(module.groups)) for kind in _CONV_TRANSPOSE},  # type: ignore[arg-type]
+}
+
+
+def sum_abs_rows(layout: Layout, weight: Tensor, rows: Tensor) -> Tensor:
+    """Sum of absolute incoming weights of each row. Shape ``(n,)``."""
+    view, index = layout.row(weight, rows)
+    return view[index].abs().flatten(1).sum(1)
+
+
+def sum_abs_columns(layout: Layout, weight: Tensor, columns: Tensor) -> Tensor:
+    """Sum of absolute outgoing weights of each unit. ``columns`` is ``(n, k)``, the result ``(n,)``."""
+    view, index = layout.column(weight, columns.flatten())
+    return view[index].abs().flatten(1).sum(1).view(columns.shape).sum(1)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside ``torch.compile`` and ``DistributedDataParallel``, whose names carry no prefix."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+class NamedTensors(Mapping[str, Tensor]):
+    """Parameters and buffers of a model by qualified name, looked up afresh at every access: a model may be given new ones."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+        if names is None:
+            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            names = [name for name, _ in named]
+        self.places: dict[str, tuple[nn.Module, str]] = {}
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            self.places[name] = (model.get_submodule(path), attribute)
+
+    def __getitem__(self, name: str) -> Tensor:
+        module, attribute = self.places[name]
+        tensor: Tensor = getattr(module, attribute)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def state_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """float64 where the model has float64 parameters, else float32: statistics are never kept in half precision."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32

@@ -1,0 +1,258 @@
+"""Room four: the reset operator R_S, and the optimizer's memory of what is reset."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gxd.errors import PlanError, ResetWarning
+from gxd.layers import CONV_TRANSPOSE, Layout, NamedTensors, unwrap
+from gxd.plan import Consumer, Group, Producer, UnitPlan
+
+Selection = list[tuple[Group, Tensor]]
+STEP_POLICIES = ("keep", "reset")
+
+
+def reset_units(
+    model: nn.Module,
+    plan: UnitPlan,
+    units: Mapping[str, Tensor | list[int]],
+    *,
+    optimizer: Optimizer | None = None,
+    references: Mapping[str, Tensor] | None = None,
+    compensate: bool = True,
+    generator: torch.Generator | None = None,
+    step_policy: str = "keep",
+) -> None:
+    """Reset units: fresh incoming weights, zero outgoing weights, their mean moved into the consumers' biases.
+
+    All arguments are checked before anything is written. Everything of all groups is read before anything is written, so
+    neighbouring layers can be reset together.
+
+    Args:
+        model: the model the plan was made from.
+        plan: from :func:`gxd.find_units`.
+        units: group name -> indices of the units to reset.
+        optimizer: if given, its state of exactly the slices that are drawn again or zeroed is cleared.
+        references: group name -> ``(size,)`` or ``(views, size)`` the mean of each unit's value, for the compensation. A unit without
+            a reference is taken to be zero on average.
+        compensate: whether to move the mean contribution of each unit into its consumers' biases.
+        generator: CPU generator of the fresh weights. Default: torch's global one.
+        step_policy: what becomes of scalar counters in the optimizer state (Adam's ``step``): ``keep`` or ``reset``.
+
+    Example::
+
+        plan = gxd.find_units(sae, x[:2])
+        gxd.reset_units(sae, plan, {"encoder": dead}, optimizer=optimizer)
+    """
+    if step_policy not in STEP_POLICIES:
+        raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
+    model = unwrap(model)
+    tensors = NamedTensors(model)
+    plan.validate(tensors)
+    selection = [(plan[name], _indices(plan[name], index)) for name, index in units.items()]
+    selection = [(group, index) for group, index in selection if len(index)]
+    means = {group.name: _reference(group, references) for group, _ in selection}
+    operate(tensors, selection, means if compensate else {}, generator)
+    if optimizer is not None:
+        clear_optimizer_state(optimizer, tensors, selection, step_policy)
+
+
+def reset_optimizer_state(
+    optimizer: Optimizer, parameter: Tensor, index: Tensor | list[int], dim: int = 0, *, step_policy: str = "keep"
+) -> None:
+    """Forget what an optimizer remembers of slices of a parameter: momentum, moments, anything slice-shaped.
+
+    Args:
+        optimizer: any optimizer with per-parameter state.
+        parameter: one of its parameters.
+        index: the slices, along ``dim``.
+        dim: the axis.
+        step_policy: what becomes of scalar counters (Adam's ``step``), which are shared by all slices: ``keep`` leaves them, ``reset``
+            sets them to 0 and so repeats the bias correction for the whole parameter.
+
+    Example::
+
+        gxd.reset_optimizer_state(optimizer, sae.encoder.weight, dead, dim=0)
+    """
+    if step_policy not in STEP_POLICIES:
+        raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
+    if not any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("reset_optimizer_state: the parameter is not one of the optimizer's; pass the tensor it was built with")
+    if not -parameter.dim() <= dim < parameter.dim():
+        raise ValueError(f"reset_optimizer_state: dim={dim} is out of range for a parameter of shape {tuple(parameter.shape)}")
+    index = _checked(index, parameter.shape[dim], "reset_optimizer_state: index")
+    _clear(optimizer, parameter, dim % parameter.dim(), index, step_policy)
+
+
+# --- the operator -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def operate(
+    tensors: Mapping[str, Tensor], selection: Selection, references: Mapping[str, Tensor], generator: torch.Generator | None
+) -> None:
+    """R_S on named tensors, in the order that keeps neighbours apart: all reading before all writing.
+
+    Args:
+        tensors: the parameters and buffers, by name; written in place.
+        selection: the groups and the indices of their units.
+        references: group name -> ``(views, size)``; a group without an entry is not compensated.
+        generator: of the fresh weights.
+    """
+    for group, index in selection:
+        if group.name in references:
+            for view, reference in zip(group.views, references[group.name], strict=True):
+                mean = reference[index.to(reference.device)].repeat_interleave(view.columns.shape[1])
+                for consumer in view.consumers:
+                    compensate_consumer(tensors, consumer, view.columns[index].flatten(), mean)
+    for group, index in selection:
+        for producer in group.producers:
+            draw_incoming(tensors, producer, index, generator or torch.default_generator)
+        for norm in group.norms:
+            entries = norm.entries[index].flatten()
+            for name, value in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
+                if name is not None:
+                    tensors[name].view(-1)[entries.to(tensors[name].device)] = value
+    for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
+        for view in group.views:
+            for consumer in view.consumers:
+                weight, where = consumer.layout.column(tensors[consumer.weight], view.columns[index].flatten())
+                weight[where] = 0.0
+
+
+def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
+    """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following BatchNorm."""
+    target = consumer.bias or consumer.running_mean
+    if target is None:
+        return
+    weight, where = consumer.layout.column(tensors[consumer.weight], columns)
+    flow = weight[where].flatten(2).sum(2) if weight.dim() > 3 else weight[where]  # (columns, out / groups)
+    flow = flow.to(mean.dtype) * mean.to(flow.device).unsqueeze(1) * consumer.taps
+    shift = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device).index_add_(0, where[0], flow)  # type: ignore[arg-type]
+    if consumer.bias is None:
+        shift = -shift
+    tensors[target].add_(shift.flatten().to(tensors[target].dtype))
+
+
+def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
+    """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
+    full = tensors[producer.weight]
+    weight, where = producer.layout.row(full, producer.rows[index])
+    if producer.init.function is not None:
+        scratch = torch.empty(full.shape)
+        producer.init.function(scratch, generator=generator)
+        fresh = producer.layout.canonical(scratch)[tuple(w.cpu() for w in where)]
+    else:
+        fresh = producer.init.draw(torch.Size((len(index), *weight.shape[2:])), generator)
+    weight[where] = fresh.to(weight)
+    if producer.bias is not None:
+        tensors[producer.bias][producer.bias_rows[index].to(full.device)] = 0.0
+
+
+# --- optimizer state ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clear_optimizer_state(
+    optimizer: Optimizer, tensors: Mapping[str, Tensor], selection: Selection, step_policy: str = "keep"
+) -> None:
+    """Zero the optimizer's state of every slice that a reset drew again or zeroed."""
+    for group, index in selection:
+        for producer in group.producers:
+            _clear_weight(optimizer, tensors[producer.weight], producer.layout, "row", producer.rows[index], step_policy)
+            if producer.bias is not None:
+                _clear(optimizer, tensors[producer.bias], 0, producer.bias_rows[index], step_policy)
+        for view in group.views:
+            for consumer in view.consumers:
+                columns = view.columns[index].flatten()
+                _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "column", columns, step_policy)
+        for norm in group.norms:
+            for name in filter(None, (norm.weight, norm.bias)):
+                for state in _slice_shaped(optimizer, tensors[name], step_policy):
+                    if state.shape == tensors[name].shape:
+                        state.view(-1)[norm.entries[index].flatten().to(state.device)] = 0.0
+
+
+def _clear_weight(
+    optimizer: Optimizer, weight: Tensor, layout: Layout, kind: str, index: Tensor, step_policy: str
+) -> None:
+    if layout.groups == 1:
+        first = (kind == "row") != (layout.family == CONV_TRANSPOSE)
+        _clear(optimizer, weight, 0 if first else 1, index, step_policy)
+        return
+    for state in _slice_shaped(optimizer, weight, step_policy):
+        if state.shape == weight.shape:
+            view, where = layout.row(state, index) if kind == "row" else layout.column(state, index)
+            view[where] = 0.0
+
+
+@torch.no_grad()
+def _clear(optimizer: Optimizer, parameter: Tensor, dim: int, index: Tensor, step_policy: str) -> None:
+    for state in _slice_shaped(optimizer, parameter, step_policy):
+        if state.shape[dim] == parameter.shape[dim]:  # a factored moment may have size 1 there: it is not the slice's own
+            state.index_fill_(dim, index.to(state.device), 0.0)
+
+
+def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> list[Tensor]:
+    """The state tensors that have a slice per slice of the parameter; counters are dealt with by the policy."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    found = []
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            if step_policy == "reset" and key == "step":
+                state[key] = 0
+        elif value.dim() == parameter.dim() and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
+            found.append(value)
+        elif value.numel() == 1:
+            if step_policy == "reset" and key == "step":
+                value.zero_()
+        else:
+            warnings.warn(
+                f"optimizer state {key!r} of shape {tuple(value.shape)} has no slices like its parameter's {tuple(parameter.shape)}; "
+                f"it is left as it is by resets ({type(optimizer).__name__})",
+                ResetWarning,
+                stacklevel=2,
+            )
+    return found
+
+
+# --- checks -------------------------------------------------------------------------------------------------------------------
+
+
+def _indices(group: Group, index: Tensor | list[int]) -> Tensor:
+    return _checked(index, group.size, f"reset_units: group {group.name!r}")
+
+
+def _checked(index: Tensor | list[int], size: int, what: str) -> Tensor:
+    given = torch.as_tensor(index)
+    if given.dtype == torch.bool:
+        if given.shape != (size,):
+            raise ValueError(f"{what}: a mask must have shape ({size},), got {tuple(given.shape)}")
+        return given.nonzero().flatten().cpu()
+    if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):
+        raise TypeError(f"{what}: indices must be integers or a bool mask, got {given.dtype}")
+    given = given.flatten().long().cpu()
+    if given.numel() and (int(given.min()) < 0 or int(given.max()) >= size):
+        bad = int(given[(given < 0) | (given >= size)][0])
+        raise IndexError(f"{what}: index {bad} is out of range, the size is {size}")
+    return given.unique()
+
+
+def _reference(group: Group, references: Mapping[str, Tensor] | None) -> Tensor:
+    if references is None or group.name not in references:
+        return torch.zeros(len(group.views), group.size)
+    reference = torch.as_tensor(references[group.name])
+    if reference.shape == (group.size,):
+        reference = reference.expand(len(group.views), -1)
+    if reference.shape != (len(group.views), group.size):
+        raise PlanError(
+            f"references[{group.name!r}] has shape {tuple(reference.shape)}; it must be ({group.size},) or "
+            f"({len(group.views)}, {group.size}), one row per view"
+        )
+    return reference
