@@ -124,7 +124,7 @@ def transformer_softmax_by_hand():
 
 @case(
     x(2, 4, 5),
-    {"qkv[16:24]": unit(8, "qkv", "o"), **FEED_FORWARD},
+    {"qkv": unit(8, "qkv", "o"), **FEED_FORWARD},
     STREAM_SKIPPED,
     extra={"embed": unit(8, "embed o ff2", "qkv ff1 head", "ln1 ln2 ln3", exact=False)},
 )
@@ -221,7 +221,7 @@ def llama():
 
 @case(
     tokens(11, 2, 4),
-    {"c_attn[16:24]": unit(8, "c_attn", "c_proj"), "fc": unit(12, "fc", "proj")},
+    {"c_attn": unit(8, "c_attn", "c_proj"), "fc": unit(12, "fc", "proj")},
     {"wte": "embedding|residual|added", "head": "output"},
     extra={},
 )
@@ -247,7 +247,7 @@ def gpt():
 
 @case(
     x(2, 3, 4, 6),
-    {"qkv[16:24]": unit(8, "qkv", "proj"), "fc1": unit(12, "fc1", "fc2")},
+    {"qkv": unit(8, "qkv", "proj"), "fc1": unit(12, "fc1", "fc2")},
     {"patch": "residual", "head": "output"},
     extra={"patch": unit(8, "patch proj fc2", "qkv fc1 head", "ln1 ln2", exact=False)},
 )
@@ -267,7 +267,7 @@ def vision_transformer():
 
 
 ATTENTION = {
-    "attn[16:24]": unit(8, "attn", "attn.out_proj"),
+    "attn": unit(8, "attn", "attn.out_proj"),
     "attn.out_proj": unit(8, "attn.out_proj", "head"),
 }
 
@@ -320,7 +320,7 @@ def cross_attention_with_kdim_and_vdim():
 
 
 ENCODER = {
-    "layer.self_attn[16:24]": unit(8, "layer.self_attn", "layer.self_attn.out_proj"),
+    "layer.self_attn": unit(8, "layer.self_attn", "layer.self_attn.out_proj"),
     "layer.linear1": unit(12, "layer.linear1", "layer.linear2"),
 }
 ENCODER_STREAM = {
@@ -361,7 +361,7 @@ def encoder_layer_on_raw_input():
     xs((2, 3, 5), (2, 4, 8)),
     {
         **ENCODER,
-        "layer.multihead_attn[16:24]": unit(8, "layer.multihead_attn", "layer.multihead_attn.out_proj"),
+        "layer.multihead_attn": unit(8, "layer.multihead_attn", "layer.multihead_attn.out_proj"),
     },
     STREAM_SKIPPED,
 )

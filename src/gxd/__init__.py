@@ -4,6 +4,7 @@ Four rooms in a row: :mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :m
 the house, and :class:`gxd.ContinualBackprop` walks through it after every optimizer step.
 """
 
+from gxd.check import CheckReport, check
 from gxd.continual import ContinualBackprop
 from gxd.errors import NonFiniteWarning, ObservationError, PlanError, ResetWarning, TraceError
 from gxd.find import find_units
@@ -15,6 +16,7 @@ from gxd.score import Observation, UnitView, register_utility, utilities
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckReport",
     "ContinualBackprop",
     "Group",
     "NonFiniteWarning",
@@ -25,6 +27,7 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "UnitView",
+    "check",
     "find_units",
     "hand_group",
     "register_utility",

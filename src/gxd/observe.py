@@ -52,17 +52,17 @@ class Observer:
         self.muted = False
         self.passes: list[Pass] = []
         self.handles: list[RemovableHandle] = []
-        sites: dict[tuple[str, bool], list[int]] = {}
+        sites: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         views = [view for group in plan.groups for view in group.views]
         for number, view in enumerate(views):
             for consumer in view.consumers:
-                numbers = sites.setdefault((consumer.site, consumer.attention), [])
+                numbers = sites.setdefault((consumer.site, consumer.ports), [])
                 if number not in numbers:
                     numbers.append(number)
-        for (site, attention), numbers in sites.items():
+        for (site, ports), numbers in sites.items():
             module = model.get_submodule(site)
-            tap = Tap(self, module, tuple(numbers))
-            if attention:
+            tap = Tap(self, module, tuple(numbers), ports)
+            if "heads" in ports:
                 self.handles.append(module.register_forward_hook(tap.after))
             else:
                 self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
@@ -98,8 +98,14 @@ class Observer:
 class Tap:
     """The hook on one consumer. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another model."""
 
-    def __init__(self, observer: Observer | None = None, module: nn.Module | None = None, numbers: tuple[int, ...] = ()) -> None:
-        self.observer, self.module, self.numbers = observer, module, numbers
+    def __init__(
+        self,
+        observer: Observer | None = None,
+        module: nn.Module | None = None,
+        numbers: tuple[int, ...] = (),
+        ports: tuple[str, ...] = ("input",),
+    ) -> None:
+        self.observer, self.module, self.numbers, self.ports = observer, module, numbers, ports
         self.after = AttentionTap(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
@@ -127,18 +133,39 @@ class Tap:
     def tap(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.sees(module):
             return None
-        source = args[0] if args else kwargs["input"]
+        return replace_arguments(self.ports, args, kwargs, self.alias)
+
+    def alias(self, source: Tensor) -> Tensor:
         # A detached input has no gradient of its own; a leaf in its place gives us one and changes nothing else.
         alias = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
         self.observer.capture(self.numbers, source, alias)  # type: ignore[union-attr]
-        if args:
-            return (alias, *args[1:]), kwargs
-        return args, {**kwargs, "input": alias}
+        return alias
 
 
 @torch.compiler.disable
 def _outside_the_graph(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap.tap(module, args, kwargs)
+
+
+_POSITION = {"input": 0, "query": 0, "key": 1, "value": 2}
+
+
+def replace_arguments(
+    ports: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module call with the given ones replaced; a tensor passed twice stays one tensor."""
+    done: dict[int, Tensor] = {}
+    positional, named = list(args), dict(kwargs)
+    for port in ports:
+        place = _POSITION[port]
+        source = positional[place] if place < len(positional) else named[port]
+        if id(source) not in done:
+            done[id(source)] = function(source)
+        if place < len(positional):
+            positional[place] = done[id(source)]
+        else:
+            named[port] = done[id(source)]
+    return tuple(positional), named
 
 
 class AttentionTap:

@@ -46,7 +46,9 @@ class Consumer:
         weight: qualified name of the weight; the columns of a unit are given by the :class:`View`.
         bias: where the compensation goes; None if the layer has none (or a frozen one).
         running_mean: where the compensation goes if there is no bias but a BatchNorm follows.
-        site: the module whose call shows the input, and how: see :mod:`gxd.observe`.
+        site: the module whose call shows the input.
+        ports: where it shows there: ``input``, the argument of an ordinary layer; ``query``, ``key`` and ``value``, the arguments of an
+            attention module; or ``heads``, what its output projection reads.
         taps: the share of the kernel that one output sees, 1 except for strided transposed convolutions.
         approximate: why the compensated reset only approximates the clamp, or None.
     """
@@ -57,7 +59,7 @@ class Consumer:
     running_mean: str | None
     layout: Layout
     site: str
-    attention: bool = False
+    ports: tuple[str, ...] = ("input",)
     taps: float = 1.0
     approximate: str | None = None
 

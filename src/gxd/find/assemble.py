@@ -74,7 +74,7 @@ class _Draft:
             call.running_mean,
             call.layout,
             call.site,
-            call.attention,
+            call.ports,
             call.taps,
             call.approximate,
         )

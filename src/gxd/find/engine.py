@@ -38,7 +38,7 @@ class LayerCall:
     bias: str | None
     layout: Layout
     site: str
-    attention: bool
+    ports: tuple[str, ...]
     node: fx.Node
     columns: Tensor  # (in,) the label of every column
     axis: int
@@ -103,7 +103,7 @@ class Engine:
                 self.values[node] = self.call(node)
             elif node.op == "output":
                 for value in flatten(self.fetch(node.args)):
-                    self.units.block(value.unit, "output layer: its values leave the model")
+                    self.units.block(value.unit, "output layer: its values leave the model", override=True)
         self.refuse_repeated_calls()
         self.units.settle()
 

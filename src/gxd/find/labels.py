@@ -87,10 +87,11 @@ class Units:
         self.residual = torch.cat([self.residual, torch.zeros(count, dtype=torch.bool)])
         return ids
 
-    def block(self, labels: Tensor, reason: str) -> None:
-        """These units cannot be reset. The first reason given is kept."""
+    def block(self, labels: Tensor, reason: str, override: bool = False) -> None:
+        """These units cannot be reset. The first reason given is kept, unless a later one says more."""
         ids = labels[labels >= 0].unique()
-        ids = ids[self.code[ids] == 0]
+        if not override:
+            ids = ids[self.code[ids] == 0]
         if len(ids):
             self.reasons.append(reason)
             self.code[ids] = len(self.reasons)
@@ -114,6 +115,11 @@ class Units:
         if len(self) == 0:
             return labels
         return torch.where(labels >= 0, self.root[labels.clamp(min=0)], labels)
+
+    def merged(self, labels: Tensor) -> Tensor:
+        """Where the (resolved) labels are of units that were merged from several."""
+        counts = torch.bincount(self.root, minlength=max(1, len(self)))
+        return (labels >= 0) & (counts[labels.clamp(min=0)] > 1)
 
     def settle(self) -> None:
         """A unit is blocked, or a residual coordinate, if one of those merged into it is."""

@@ -107,7 +107,7 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
     elif layout.family == CONV_TRANSPOSE:
         approximate = approximate or "transposed kernel"
         taps = 1.0 / float(torch.tensor(module.stride).prod())
-    consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, False, taps, approximate)
+    consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, ("input",), taps, approximate)
     axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(module.weight.dim() - 1)  # type: ignore[union-attr,operator]
     return View((consumer,), index, axis, hand.batch_axis)
 

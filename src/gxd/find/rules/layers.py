@@ -58,9 +58,10 @@ def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bo
         return _computed(engine, node, value, weight, bias)
     if not isinstance(value, Value) or value.parameter in engine.parameters:
         return functional(engine, node, args)
-    name = engine.owner(weight.parameter)
-    module = engine.modules[name]
     caller = engine.caller(node)
+    parameter = _name_used_by(engine, caller, weight.parameter)
+    name = engine.owner(parameter)
+    module = engine.modules[name]
     attention = isinstance(engine.modules.get(caller), nn.MultiheadAttention)
     layout = layout_of(module)
     plain = caller == name and is_plain_call(module)
@@ -68,11 +69,11 @@ def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bo
         return functional(engine, node, args)
     call = LayerCall(
         module=name,
-        weight=weight.parameter,
+        weight=parameter,
         bias=_trained(engine, bias),
         layout=layout,
         site=caller,
-        attention=attention,
+        ports=_ports(weight, bias) if attention else ("input",),
         node=node,
         columns=_columns(engine, value, axis, name),
         axis=axis,
@@ -81,13 +82,34 @@ def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bo
         source=node.args[0],  # type: ignore[arg-type]
     )
     call.taps = taps
+    if not call.ports:
+        reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
+        engine.units.block(call.columns, reason)
+        call.columns = torch.full_like(call.columns, FOREIGN)
     call.batch_axis, call.fold = _batch(value.example, axis, engine.batch_dim)
+    if "query" in call.ports and value.unit.dim() == 3:  # the module turns its arguments around, if need be, before it uses them
+        call.batch_axis = 0 if module.batch_first else 1
     call.running_mean = _following_running_mean(engine, node) if bias is None else None
     call.approximate = _approximation(engine, call, bias, padded)
     _consume(engine, call)
     _produce(engine, call, weight, bias, node)
     engine.layers.append(call)
     return _output(call, value, node, axis)
+
+
+def _name_used_by(engine: Engine, caller: str, parameter: str) -> str:
+    """A tied parameter has several names; the graph knows only one of them, the caller another."""
+    names = engine.aliases[id(engine.parameters[parameter])]
+    return next((name for name in names if engine.owner(name) == caller), parameter)
+
+
+def _ports(weight: Value, bias: Value | None) -> tuple[str, ...]:
+    """Where a projection inside ``nn.MultiheadAttention`` can be seen; nowhere if it is one part of a packed weight."""
+    assert weight.parameter is not None and weight.rows is not None
+    if weight.parameter.endswith("out_proj.weight"):
+        return ("heads",)
+    packed = weight.parameter.endswith("in_proj_weight") and weight.shape[0] == 3 * weight.shape[1]
+    return ("query", "key", "value") if packed else ()
 
 
 def _computed(engine: Engine, node: fx.Node, value: Value, weight: Value, bias: Value | None) -> Any:

@@ -28,7 +28,7 @@ def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     if unit is None or example is None:
         return unknown(engine, node, args, kwargs)
     parameter, rows = None, None
-    if values and values[0].rows is not None:
+    if len(values) == 1 and values[0].rows is not None:
         parameter, rows = values[0].parameter, _execute(node, args, kwargs, "rows")
     if isinstance(unit, Tensor):
         return Value(unit, example, parameter, rows)
