@@ -171,9 +171,7 @@ def input_norm_belongs_to_no_unit():
 
 @case(x(2, 5), {"fc1": unit(7, "fc1", "fc2", exact=False), "fc2": unit(9, "fc2", "fc3")}, OUT3)
 def consumer_without_bias():
-    return chain(
-        fc1=linear(5, 7), act1=nn.ReLU(), fc2=linear(7, 9, bias=False), act2=nn.ReLU(), fc3=linear(9, 3)
-    )
+    return chain(fc1=linear(5, 7), act1=nn.ReLU(), fc2=linear(7, 9, bias=False), act2=nn.ReLU(), fc3=linear(9, 3))
 
 
 # activations: module, functional, in place, reused, by hand
@@ -252,9 +250,7 @@ def scalars_and_learned_scales():
     return Net(run, gain=param(torch.ones(())), scale=param(torch.full((9,), 0.5)), **layers)
 
 
-@case(
-    lambda: (torch.randn(2, 5), torch.tensor([[1.0, 0, 1, 1, 0, 1, 0], [0, 1, 1, 0, 1, 0, 1]])), HIDDEN, OUT2
-)
+@case(lambda: (torch.randn(2, 5), torch.tensor([[1.0, 0, 1, 1, 0, 1, 0], [0, 1, 1, 0, 1, 0, 1]])), HIDDEN, OUT2)
 def mask_by_multiplication_with_an_input():
     def run(m, x, mask):
         return m.fc2(F.relu(m.fc1(x)) * mask)
@@ -472,9 +468,7 @@ def glu_over_channels():
 
 @case(x(2, 5), {"a": unit(7, "a b", "fc")}, {"fc": "output"})
 def maxout_of_two_layers():
-    return Net(
-        lambda m, x: m.fc(torch.maximum(m.a(x), m.b(x))), a=linear(5, 7), b=linear(5, 7), fc=linear(7, 3)
-    )
+    return Net(lambda m, x: m.fc(torch.maximum(m.a(x), m.b(x))), a=linear(5, 7), b=linear(5, 7), fc=linear(7, 3))
 
 
 @case(x(2, 5), {"fc2": unit(6, "fc2", "fc3")}, {"fc1": ANY, "fc3": "output"}, extra={})
@@ -618,9 +612,7 @@ def language_model_with_tied_head():
     def run(m, ids):
         return m.head(m.fc2(F.relu(m.fc1(m.embed(ids)))))
 
-    net = Net(
-        run, embed=nn.Embedding(11, 6), fc1=linear(6, 9), fc2=linear(9, 6), head=linear(6, 11, bias=False)
-    )
+    net = Net(run, embed=nn.Embedding(11, 6), fc1=linear(6, 9), fc2=linear(9, 6), head=linear(6, 11, bias=False))
     net.head.weight = net.embed.weight
     return net
 
@@ -674,9 +666,7 @@ def lstm():
         h, _ = m.rnn(F.relu(m.proj(x)))
         return m.fc2(F.relu(m.fc1(h[:, -1])))
 
-    return Net(
-        run, proj=linear(4, 6), rnn=nn.LSTM(6, 7, batch_first=True), fc1=linear(7, 9), fc2=linear(9, 3)
-    )
+    return Net(run, proj=linear(4, 6), rnn=nn.LSTM(6, 7, batch_first=True), fc1=linear(7, 9), fc2=linear(9, 3))
 
 
 @case(x(5, 2, 4), {}, {"rnn": "recurrent", "head": "output"}, batch_dim=1)

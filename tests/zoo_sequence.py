@@ -335,9 +335,7 @@ ENCODER_STREAM = {
 
 
 def encoder(layer: nn.Module) -> Net:
-    return Net(
-        lambda m, x: m.head(m.layer(m.embed(x)).mean(1)), embed=linear(5, 8), layer=layer, head=linear(8, 3)
-    )
+    return Net(lambda m, x: m.head(m.layer(m.embed(x)).mean(1)), embed=linear(5, 8), layer=layer, head=linear(8, 3))
 
 
 @case(x(2, 4, 5), ENCODER, STREAM_SKIPPED, extra=ENCODER_STREAM)
@@ -352,9 +350,7 @@ def encoder_layer_norm_first():
 
 @case(x(4, 2, 8), ENCODER, {"layer.self_attn.out_proj": "added", "head": "output"}, extra={}, batch_dim=1)
 def encoder_layer_on_raw_input():
-    return Net(
-        lambda m, x: m.head(m.layer(x)[0]), layer=nn.TransformerEncoderLayer(8, 2, 12), head=linear(8, 3)
-    )
+    return Net(lambda m, x: m.head(m.layer(x)[0]), layer=nn.TransformerEncoderLayer(8, 2, 12), head=linear(8, 3))
 
 
 @case(

@@ -58,9 +58,7 @@ def explicit_zero_padding_and_dropout2d():
         h = m.drop(F.relu(m.conv1(x)))
         return m.fc(F.relu(m.conv2(F.pad(h, (1, 1, 1, 1)))).amax((2, 3)))
 
-    return Net(
-        run, drop=nn.Dropout2d(0.3), conv1=nn.Conv2d(3, 4, 3), conv2=nn.Conv2d(4, 6, 3), fc=linear(6, 3)
-    )
+    return Net(run, drop=nn.Dropout2d(0.3), conv1=nn.Conv2d(3, 4, 3), conv2=nn.Conv2d(4, 6, 3), fc=linear(6, 3))
 
 
 @case(x(2, 3, 12, 12), {**CONV, "conv2": unit(6, "conv2", "conv3"), "conv3": unit(5, "conv3", "fc")}, OUT)
@@ -176,9 +174,7 @@ def pixel_unshuffle_and_shuffle():
     return Net(run, conv1=nn.Conv2d(2, 3, 1), conv2=nn.Conv2d(12, 8, 1), conv3=nn.Conv2d(2, 4, 1))
 
 
-@case(
-    x(2, 3, 6, 6), {"conv1": unit(4, "conv1", "conv2"), "conv2": unit(6, "conv2", "out")}, {"out": "output"}
-)
+@case(x(2, 3, 6, 6), {"conv1": unit(4, "conv1", "conv2"), "conv2": unit(6, "conv2", "out")}, {"out": "output"})
 def interpolation():
     def run(m, x):
         h = F.interpolate(F.relu(m.conv1(x)), scale_factor=2, mode="nearest")
@@ -207,9 +203,7 @@ def groupnorm_on_the_path():
     def run(m, x):
         return m.fc(F.relu(m.conv2(F.relu(m.norm(m.conv1(x))))).mean((2, 3)))
 
-    return Net(
-        run, conv1=nn.Conv2d(3, 8, 3), norm=nn.GroupNorm(2, 8), conv2=nn.Conv2d(8, 6, 3), fc=linear(6, 3)
-    )
+    return Net(run, conv1=nn.Conv2d(3, 8, 3), norm=nn.GroupNorm(2, 8), conv2=nn.Conv2d(8, 6, 3), fc=linear(6, 3))
 
 
 @case(x(2, 3, 8, 8), {"conv1": unit(4, "conv1", "conv2", "norm"), "conv2": unit(6, "conv2", "fc")}, OUT)
@@ -239,9 +233,7 @@ def densenet():
         return m.fc(F.relu(m.bn3(h)).mean((2, 3)))
 
     convs = {"stem": nn.Conv2d(3, 4, 3), "conv1": nn.Conv2d(4, 5, 1), "conv2": nn.Conv2d(9, 6, 1)}
-    return Net(
-        run, bn1=nn.BatchNorm2d(4), bn2=nn.BatchNorm2d(9), bn3=nn.BatchNorm2d(15), **convs, fc=linear(15, 3)
-    )
+    return Net(run, bn1=nn.BatchNorm2d(4), bn2=nn.BatchNorm2d(9), bn3=nn.BatchNorm2d(15), **convs, fc=linear(15, 3))
 
 
 @case(

@@ -1,7 +1,7 @@
 """gxd: keep a network learning by resetting the right neurons.
 
-Four rooms in a row: :mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :mod:`gxd.operate`; :mod:`gxd.find` draws the plan of
-the house, and :class:`gxd.ContinualBackprop` walks through it after every optimizer step.
+Four rooms in a row: :mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :mod:`gxd.operate`; :mod:`gxd.find`
+draws the plan of the house, and :class:`gxd.ContinualBackprop` walks through it after every optimizer step.
 """
 
 from gxd.check import CheckReport, check

@@ -1,9 +1,9 @@
 """Prove a plan on the user's own model, with numbers.
 
-For a few units of every group, the model is run twice on the example inputs: once with the unit's views clamped to a value, and once on
-parameters that went through the reset operator with that value as the reference. Fresh incoming weights change everything the unit
-still reaches, so equal outputs show three things at once: the views are all the ways out of the unit, the claimed columns are the
-unit's and no other's, and the compensation is exact.
+For a few units of every group, the model is run twice on the example inputs: once with the unit's views clamped to a
+value, and once on parameters that went through the reset operator with that value as the reference. Fresh incoming
+weights change everything the unit still reaches, so equal outputs show three things at once: the views are all the
+ways out of the unit, the claimed columns are the unit's and no other's, and the compensation is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class GroupCheck:
     Attributes:
         name: of the group.
         status: ``passed``, ``approximate`` or ``wrong``.
-        error: largest difference of the outputs between the clamped and the reset model, relative to the effect of the clamp.
+        error: largest difference of the outputs between the clamped and the reset model, relative to the effect of
+            the clamp.
         detail: what was seen, in words.
     """
 
@@ -87,8 +88,9 @@ def check(
         seed: of the choice of units and of the fresh weights.
 
     Returns:
-        For each group ``passed``; ``approximate``, where the plan says so (zero padding at the borders, a norm that couples units, no
-        bias to compensate in) and only the approximate part differs; or ``wrong``: the plan does not describe this model.
+        For each group ``passed``; ``approximate``, where the plan says so (zero padding at the borders, a norm that
+        couples units, no bias to compensate in) and only the approximate part differs; or ``wrong``: the plan does
+        not describe this model.
     """
     model = unwrap(model)
     plan = plan if plan is not None else find_units(model, example_inputs)
@@ -97,7 +99,10 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     run = _runner(model, example_inputs)
     with _evaluation(model), torch.random.fork_rng(devices=_cuda_devices(tensors)):
-        return CheckReport(plan, tuple(_check_group(g, model, run, tensors, units_per_group, tolerance, generator) for g in plan.groups))
+        return CheckReport(
+            plan,
+            tuple(_check_group(g, model, run, tensors, units_per_group, tolerance, generator) for g in plan.groups),
+        )
 
 
 def _check_group(
@@ -129,9 +134,13 @@ def _check_group(
     couples = any(norm.couples for norm in group.norms)
     inexact = [c.approximate for c in group.consumers if c.approximate]
     if leak > tolerance and not couples:
-        return GroupCheck(group.name, WRONG, error, "the unit reaches the output past the claimed consumers, or takes others along")
+        return GroupCheck(
+            group.name, WRONG, error, "the unit reaches the output past the claimed consumers, or takes others along"
+        )
     if outgoing > tolerance and not inexact:
-        return GroupCheck(group.name, WRONG, error, "the compensated reset differs from the clamp: wrong columns or wrong bias")
+        return GroupCheck(
+            group.name, WRONG, error, "the compensated reset differs from the clamp: wrong columns or wrong bias"
+        )
     return GroupCheck(group.name, APPROXIMATE, error, "; ".join(group.approximate))
 
 
@@ -148,7 +157,11 @@ def clamped(model: nn.Module, group: Group, index: Tensor, value: float | Tensor
                 if "heads" in consumer.ports:
                     handles.append(module.register_forward_hook(_clamp_attention(model, consumer, columns, levels)))
                 else:
-                    handles.append(module.register_forward_pre_hook(_clamp_input(view, consumer, columns, levels), with_kwargs=True))
+                    handles.append(
+                        module.register_forward_pre_hook(
+                            _clamp_input(view, consumer, columns, levels), with_kwargs=True
+                        )
+                    )
         yield
     finally:
         for handle in handles:
@@ -158,7 +171,11 @@ def clamped(model: nn.Module, group: Group, index: Tensor, value: float | Tensor
 def _clamp_input(view: View, consumer: Consumer, columns: Tensor, levels: Tensor) -> Callable[..., Any]:
     def clamp(source: Tensor) -> Tensor:
         shape = [-1 if d == view.axis % source.dim() else 1 for d in range(source.dim())]
-        part = levels.to(source).view(shape).expand(*[len(columns) if s == -1 else n for s, n in zip(shape, source.shape, strict=True)])
+        part = (
+            levels.to(source)
+            .view(shape)
+            .expand(*[len(columns) if s == -1 else n for s, n in zip(shape, source.shape, strict=True)])
+        )
         return source.index_copy(view.axis, columns.to(source.device), part)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,26 +14,24 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from gxd.directions import Direction, direction_of
-from gxd.errors import NonFiniteWarning, ObservationError, PlanError
+from gxd.errors import NonFiniteWarning, ObservationError
 from gxd.find import find_units
-from gxd.init import Init
-from gxd.layers import NamedTensors, state_dtype, sum_abs_columns, sum_abs_rows, unwrap
-from gxd.observe import Observer, Pass, Reader, sum_of
-from gxd.operate import STEP_POLICIES, clear_optimizer_state, operate
-from gxd.plan import Group, UnitPlan, View
-from gxd.score import Observation, UnitView, Utility, get_utility
+from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
+from gxd.layers import NamedTensors, state_dtype, unwrap
+from gxd.observe import Observer, Pass, sum_of
+from gxd.operate import clear_optimizer_state, operate
+from gxd.plan import Group, UnitPlan
+from gxd.score import Utility, get_utility
 from gxd.select import Schedule, lowest
-from gxd.statistics import Pending, Statistics
-
-_VERSION = 1
-POSITIONS = ("signed", "abs")
+from gxd.statistics import Statistics
+from gxd.tally import Gradients, Tally
 
 
 class ContinualBackprop:
     """Reset the cheapest units of a model while it trains.
 
-    Attach it to a model and its optimizer; ageing, scoring and resets then run after every ``optimizer.step()``. The model is not
-    wrapped, its ``state_dict`` gains no key, and gradients are untouched.
+    Attach it to a model and its optimizer; ageing, scoring and resets then run after every ``optimizer.step()``. The
+    model is not wrapped, its ``state_dict`` gains no key, and gradients are untouched.
 
     Args:
         model: any module the plan can be made from.
@@ -41,23 +39,24 @@ class ContinualBackprop:
         example_inputs: as for :func:`gxd.find_units`; give this or ``plan``.
         plan: a plan made before.
         utility: one of :func:`gxd.utilities`.
-        replacement_rate: the share of the eligible units of each group that is reset per step; groups with a rate of their own keep it.
+        replacement_rate: the share of the eligible units of each group that is reset per step; groups with a rate of
+            their own keep it.
         maturity: a unit is eligible when more than this many steps old.
         decay: of the running averages, per step.
         compensate: whether to move the mean contribution of a unit into its consumers' biases when it is reset.
         score_every: score only every so many steps; the decay is adjusted so that the horizon stays the same.
         seed: of the fresh weights and of random directions. The global random state is never used.
-        positions: ``signed`` sums the effect of a unit over positions (space, tokens) before taking its absolute value; ``abs`` takes
-            the absolute value at every position, as the paper seems to have done.
+        positions: ``signed`` sums the effect of a unit over positions (space, tokens) before taking its absolute
+            value; ``abs`` takes the absolute value at every position, as the paper seems to have done.
         step_policy: what becomes of Adam's ``step`` on a reset: ``keep`` or ``reset``.
         scaler: a ``GradScaler``; only ``loss_gradient`` needs it, to undo the scale.
-        process_group: of the processes that train together. Default: the default group if ``torch.distributed`` is initialised;
-            False: none.
+        process_group: of the processes that train together. Default: the default group if ``torch.distributed`` is
+            initialised; False: none.
 
     Example::
 
-        cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x[:2], utility="gxd", replacement_rate=1e-4, maturity=100)
-        for x, y in stream:
+        cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x[:2], utility="gxd", replacement_rate=1e-4,
+        maturity=100) for x, y in stream:
             logits = model(x)
             loss = F.cross_entropy(logits, y)
             cbp.observe(logits, y)
@@ -83,7 +82,7 @@ class ContinualBackprop:
         scaler: Any = None,
         process_group: Any = None,
     ) -> None:
-        _check_arguments(replacement_rate, maturity, decay, score_every, seed, positions, step_policy)
+        check_arguments(replacement_rate, maturity, decay, score_every, seed, positions, step_policy)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not hasattr(optimizer, "register_step_post_hook"):
@@ -91,24 +90,24 @@ class ContinualBackprop:
         self._utility: Utility = get_utility(utility)
         self.model, self.optimizer = unwrap(model), optimizer
         if (plan is None) == (example_inputs is None):
-            raise ValueError("give either example_inputs (the model is traced) or plan (from gxd.find_units), not both or neither")
+            raise ValueError(
+                "give either example_inputs (the model is traced) or plan (from gxd.find_units), not both or neither"
+            )
         self.plan = plan if plan is not None else find_units(self.model, example_inputs)
-        _check_plan(self.plan, self.model, optimizer)
+        check_plan(self.plan, self.model, optimizer)
         self.replacement_rate, self.maturity, self.decay = replacement_rate, maturity, decay
         self.compensate, self.score_every, self.step_policy = compensate, score_every, step_policy
         self.scaler, self.process_group = scaler, process_group
 
         self._tensors = NamedTensors(self.model, self.plan.shapes)
-        self._views: list[View] = [view for group in self.plan.groups for view in group.views]
-        self._view_range = _view_ranges(self.plan)
-        self._readers = [Reader(view, positions) for view in self._views]
         first = self._tensors[self.plan.groups[0].producers[0].weight]
         # One observation stands for score_every steps.
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
-        self._pending = Pending(self._statistics)
         self._schedules = [Schedule(g.size, self._rate(g), maturity) for g in self.plan.groups]
         self._generator = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._rank())
+        reduce = self._reduce if self._group_of_processes() is not None else None
+        self._tally = Tally(self.plan, self._tensors, self._utility, self._statistics, positions, self._noise, reduce)
         self._warned = 0
         self.last_resets: dict[str, Tensor] = {}
         self.total_resets = 0
@@ -117,26 +116,29 @@ class ContinualBackprop:
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
-    def observe(self, logits: Tensor | None = None, target: Tensor | None = None, *, score: Tensor | None = None) -> None:
+    def observe(
+        self, logits: Tensor | None = None, target: Tensor | None = None, *, score: Tensor | None = None
+    ) -> None:
         """Measure the effect of every unit on the output of the forward pass that gave ``logits``.
 
-        Call it after the forward pass and before ``loss.backward()``, once per forward pass. Utilities that need no output gradient
-        ignore it.
+        Call it after the forward pass and before ``loss.backward()``, once per forward pass. Utilities that need no
+        output gradient ignore it.
 
         Args:
             logits: ``(batch, classes)``, ``(batch, classes, ...)`` or ``(batch, ..., classes)``.
-            target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the logits' shape. Not
-                needed by ``gxd_sketch`` and ``gxd_all_logit``.
-            score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose change counts (for
-                regression or RL the prediction, the value, the log-probability). Its sum is differentiated.
+            target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the
+                logits' shape. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
+            score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
+                change counts (for regression or RL the prediction, the value, the log-probability). Its sum is
+                differentiated.
         """
         if self._hook is None:
             raise ObservationError("observe() after close(): this ContinualBackprop is detached; make a new one")
         if not self._utility.needs_observe or not self._observer.active:
             return
         direction = direction_of(self._utility.gradient, logits, target, score, self._noise)
-        passes, gradients = self._differentiate(direction)
-        self._take_in(passes, gradients, direction.examples)
+        self._follow_device()
+        self._score_outputs(direction)
 
     def utilities(self) -> dict[str, Tensor]:
         """Group name -> ``(size,)`` bias-corrected running utility."""
@@ -147,7 +149,9 @@ class ContinualBackprop:
         return self._by_group(self._statistics.ages())
 
     def references(self) -> dict[str, Tensor]:
-        """Group name -> ``(size,)`` bias-corrected running mean of h; ``(views, size)`` for units with several views."""
+        """Group name -> ``(size,)`` bias-corrected running mean of h; ``(views, size)`` for units with several
+        views.
+        """
         stacked = self._references()
         return {name: value[0] if len(value) == 1 else value for name, value in stacked.items()}
 
@@ -159,16 +163,16 @@ class ContinualBackprop:
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs, as tensors and plain values (safe to load with ``weights_only=True``).
 
-        Observations of the current step are included, so a checkpoint between micro-batches is exact; a forward pass that was not
-        observed yet is not.
+        Observations of the current step are included, so a checkpoint between micro-batches is exact; a forward pass
+        that was not observed yet is not.
         """
         return {
-            "version": _VERSION,
+            "version": STATE_VERSION,
             "utility": self._utility.name,
             "groups": {group.name: group.size for group in self.plan.groups},
             "fingerprint": self.plan.fingerprint(),
             "statistics": self._statistics.state_dict(),
-            "pending": self._pending.state_dict(),
+            "tally": self._tally.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self._schedules],
             "inits": [[[p.init.kind, p.init.scale] for p in group.producers] for group in self.plan.groups],
             "generator": self._generator.get_state(),
@@ -178,20 +182,23 @@ class ContinualBackprop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Raises :class:`gxd.PlanError`, and changes nothing, if it is of another model or plan.
+        """Continue from :meth:`state_dict`. Raises :class:`gxd.PlanError`, and changes nothing, if it is of another
+        model or plan.
 
         Rates, maturity and the other settings are those of the constructor.
         """
-        _check_state(state, self.plan, self._utility, self.state_dict())
-        self.plan = _with_inits(self.plan, state["inits"])
+        check_state(state, self.plan, self._utility, self.state_dict())
+        self.plan = with_inits(self.plan, state["inits"])
         self._statistics.load_state_dict(state["statistics"])
-        self._pending.load_state_dict(state["pending"])
+        self._tally.load_state_dict(state["tally"])
         for schedule, saved in zip(self._schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self._generator.set_state(state["generator"].cpu())
         self._noise.set_state(state["noise"].cpu())
         self.last_resets = {name: index.clone() for name, index in state["last_resets"].items()}
         self.total_resets = int(state["total_resets"])
+        if not self._tally.empty:
+            self._statistics.references_with(*self._tally.means())
         self._warned = self.nonfinite_observations
         self._observer.clear()
         self._observer.active = self._is_scored()
@@ -218,109 +225,68 @@ class ContinualBackprop:
 
     # --- observe -> score ---------------------------------------------------------------------------------------------
 
-    def _differentiate(self, direction: Direction) -> tuple[list[Pass], list[list[dict[int, Tensor]]]]:
-        """The passes behind the outputs, and for each cotangent and each of them the gradient by its views."""
-        captures = [(p, n, c) for p in self._observer.passes for n, c in p.items()]
-        if not captures:
+    def _score_outputs(self, direction: Direction) -> None:
+        """Score the passes behind the outputs by the gradients of the outputs in each direction."""
+        passes = self._observer.passes
+        if not passes:
+            raise ObservationError(_NO_PASS)
+        gradients = self._gradients(direction, passes)
+        first = next(gradients)
+        behind = [number for number in range(len(passes)) if number in first]
+        if not behind:
             raise ObservationError(
-                "observe() saw no training forward pass: run the model in training mode (model.train()) and with gradients enabled, "
-                "after this ContinualBackprop was made. A compiled model that ran before must be recompiled (torch.compiler.reset())"
+                "observe() got an output that depends on no unit of the plan: pass the output of the observed model"
             )
+        self._observer.passes = [p for number, p in enumerate(passes) if number not in first]
+        renumbered = (
+            {new: one[old] for new, old in enumerate(behind) if old in one} for one in chain([first], gradients)
+        )
+        self._tally.add([passes[number] for number in behind], renumbered, direction.examples)
+
+    def _gradients(self, direction: Direction, passes: Sequence[Pass]) -> Iterator[Gradients]:
+        """The gradients by all captured views, for one cotangent after the other."""
+        captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
         aliases = [alias for _, _, c in captures for alias in c.aliases]
-        found: list[dict[int, dict[int, Tensor]]] = []  # per cotangent: id of pass -> view -> gradient
+        for cotangent in direction.cotangents():
+            parts = iter(self._pull_back(direction.output, aliases, cotangent))
+            found: dict[int, dict[int, Tensor]] = {}
+            for number, view, c in captures:
+                gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]
+                if gradients:
+                    found.setdefault(number, {})[view] = sum_of(gradients)
+            yield found
+
+    def _pull_back(self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
         self._observer.muted = True
         try:
-            for cotangent in direction.cotangents:
-                gradients = list(
-                    torch.autograd.grad(direction.output, aliases, cotangent, retain_graph=True, allow_unused=True)
-                )
-                by_pass: dict[int, dict[int, Tensor]] = {}
-                for p, n, c in captures:
-                    parts = [g for g in (gradients.pop(0) for _ in c.aliases) if g is not None]
-                    if parts:
-                        by_pass.setdefault(id(p), {})[n] = sum_of(parts)
-                found.append(by_pass)
+            return torch.autograd.grad(output, aliases, cotangent, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             if "second time" in str(error) or "freed" in str(error):
                 raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error
             raise
         finally:
             self._observer.muted = False
-        passes = [p for p in self._observer.passes if any(id(p) in by_pass for by_pass in found)]
-        if not passes:
-            raise ObservationError("observe() got an output that depends on no unit of the plan: pass the output of the observed model")
-        self._observer.passes = [p for p in self._observer.passes if not any(p is q for q in passes)]
-        return passes, [[by_pass.get(id(p), {}) for p in passes] for by_pass in found]
 
     def _use_passes(self) -> None:
-        """Score the passes that have all they need: at once for local utilities, after the backward pass for ``loss``."""
+        """Score the passes that have all they need: at once for local utilities, after the backward pass for
+        ``loss``.
+        """
         if self._utility.needs_observe:
             return
-        ready, gradients, waiting = [], [], []
-        for p in self._observer.passes:
-            parts = {n: c.loss_gradient() for n, c in p.items()} if self._utility.gradient == "loss" else {}
-            if self._utility.gradient == "loss" and all(g is None for g in parts.values()):
-                waiting.append(p)
+        ready: list[Pass] = []
+        waiting: list[Pass] = []
+        gradients: dict[int, dict[int, Tensor]] = {}
+        for one in self._observer.passes:
+            found = {view: c.loss_gradient() for view, c in one.items()} if self._utility.gradient == "loss" else {}
+            if self._utility.gradient == "loss" and all(g is None for g in found.values()):
+                waiting.append(one)
             else:
-                ready.append(p)
-                gradients.append({n: g * self._unscale() for n, g in parts.items() if g is not None})
+                gradients[len(ready)] = {view: g * self._unscale() for view, g in found.items() if g is not None}
+                ready.append(one)
         self._observer.passes = waiting
         if ready:
-            self._take_in(ready, [gradients], None)
-
-    @torch.no_grad()
-    def _take_in(self, passes: Sequence[Pass], gradients: Sequence[Sequence[dict[int, Tensor]]], examples: int | None) -> None:
-        """Add the means and scores of some passes to what this step has seen so far."""
-        self._follow_device()
-        dtype = self._statistics.dtype
-        values: list[dict[int, Tensor]] = []
-        for p in passes:
-            h = {n: self._readers[n](c.source.detach(), examples).to(dtype) for n, c in p.items() if c.source.numel()}
-            values.append(h)
-            for n, value in h.items():
-                self._pending.add_mean(n, value.sum((0, 1)).to(self._statistics.device), value.shape[0] * value.shape[1])
-        references = self._statistics.references_with(*self._pending.means(self._reduce))
-        for number, h in enumerate(values):
-            for index, group in enumerate(self.plan.groups):
-                seen = [n for n in self._view_range[index] if n in h]
-                for views in _of_equal_batch(seen, h):
-                    scores = [
-                        self._score(group, views, h, by_direction[number], references, examples) for by_direction in gradients
-                    ]
-                    count = h[views[0]].shape[0]
-                    total = sum_of(scores) / len(scores) * count
-                    self._pending.add_score(index, total.to(self._statistics.device), count)
-
-    def _score(
-        self,
-        group: Group,
-        views: Sequence[int],
-        h: Mapping[int, Tensor],
-        gradients: Mapping[int, Tensor],
-        references: Tensor,
-        examples: int | None,
-    ) -> Tensor:
-        seen = []
-        for n in views:
-            g = None
-            if n in gradients:
-                g = self._readers[n](gradients[n], examples).to(h[n].dtype)
-            elif self._utility.gradient is not None:  # read by a branch that the output does not depend on
-                g = torch.zeros_like(h[n])
-            reference = references[self._statistics.view_slices[n]].to(h[n].device)
-            seen.append(UnitView(h[n], reference, g, lambda n=n: self._w_out(self._views[n]).to(h[n])))  # type: ignore[misc]
-        observation = Observation(seen, lambda: self._w_in(group).to(h[views[0]]), self._noise)
-        score = self._utility.function(observation)
-        if not isinstance(score, Tensor) or score.shape != (group.size,):
-            shape = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
-            raise ValueError(f"utility {self._utility.name!r} must return one score per unit, ({group.size},), got {shape}")
-        return score
-
-    def _w_out(self, view: View) -> Tensor:
-        return sum_of([sum_abs_columns(c.layout, self._tensors[c.weight], view.columns) for c in view.consumers])
-
-    def _w_in(self, group: Group) -> Tensor:
-        return sum_of([sum_abs_rows(p.layout, self._tensors[p.weight], p.rows) for p in group.producers])
+            self._follow_device()
+            self._tally.add(ready, [gradients], None)
 
     # --- select -> operate --------------------------------------------------------------------------------------------
 
@@ -331,11 +297,10 @@ class ContinualBackprop:
         if self._observer.active:
             self._use_passes()
             self._observer.clear()
-            if self._pending.empty:
+            if self._tally.empty:
                 raise ObservationError(self._nothing_seen())
-            means, scores = self._pending.means(self._reduce), self._pending.scores(self._reduce)
-            self._statistics.update(*means, *scores)
-            self._pending.clear()
+            self._statistics.update(*self._tally.scores())
+            self._tally.clear()
         self._statistics.step += 1
         due = [schedule.advance(self._statistics.step) for schedule in self._schedules]
         self.last_resets = {}
@@ -360,7 +325,7 @@ class ContinualBackprop:
         clear_optimizer_state(self.optimizer, self._tensors, selection, self.step_policy)
         numbers = {group.name: number for number, group in enumerate(self.plan.groups)}
         for group, index in selection:
-            self._statistics.forget(numbers[group.name], self._view_range[numbers[group.name]], index)
+            self._statistics.forget(numbers[group.name], self._tally.views_of[numbers[group.name]], index)
             self.last_resets[group.name] = index
             self.total_resets += len(index)
 
@@ -379,14 +344,14 @@ class ContinualBackprop:
         flat, slices = self._statistics.references(), self._statistics.view_slices
         return {
             group.name: torch.stack([flat[slices[n]] for n in numbers])
-            for group, numbers in zip(self.plan.groups, self._view_range, strict=True)
+            for group, numbers in zip(self.plan.groups, self._tally.views_of, strict=True)
         }
 
     def _follow_device(self) -> None:
         device = self._tensors[self.plan.groups[0].producers[0].weight].device
         if device != self._statistics.device:
             self._statistics.to(device)
-            self._pending.to(device)
+            self._tally.to(device)
 
     def _unscale(self) -> float:
         return 1.0 if self.scaler is None else 1.0 / float(self.scaler.get_scale())
@@ -402,10 +367,7 @@ class ContinualBackprop:
         return 0 if group is None else dist.get_rank(group)
 
     def _reduce(self, sums: Tensor) -> Tensor:
-        group = self._group_of_processes()
-        if group is not None:
-            sums = sums.clone()
-            dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=self._group_of_processes())
         return sums
 
     def _agree(self, index: Tensor) -> Tensor:
@@ -420,7 +382,8 @@ class ContinualBackprop:
         if count > self._warned:
             self._warned = count
             warnings.warn(
-                f"a non-finite observation (inf or NaN in activations or gradients) was left out of the statistics, {count} so far; "
+                "a non-finite observation (inf or NaN in activations or gradients) was left out of the "
+                f"statistics, {count} so far; "
                 "if it goes on, lower the learning rate or the replacement rate",
                 NonFiniteWarning,
                 stacklevel=2,
@@ -429,106 +392,25 @@ class ContinualBackprop:
     def _nothing_seen(self) -> str:
         if self._utility.needs_observe:
             return (
-                f"optimizer.step() without observe(): the utility {self._utility.name!r} needs cbp.observe(logits, target) between the "
+                f"optimizer.step() without observe(): the utility {self._utility.name!r} needs "
+                "cbp.observe(logits, target) between the "
                 "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
             )
         return (
-            "optimizer.step() without a training forward pass since the last step: call model.train(), and call the model this "
+            "optimizer.step() without a training forward pass since the last step: call model.train(), "
+            "and call the model this "
             "ContinualBackprop was made for. The parameters were updated, no unit was scored or reset"
         )
 
 
-def _view_ranges(plan: UnitPlan) -> list[range]:
-    ranges, start = [], 0
-    for group in plan.groups:
-        ranges.append(range(start, start + len(group.views)))
-        start += len(group.views)
-    return ranges
-
-
-def _of_equal_batch(views: Sequence[int], h: Mapping[int, Tensor]) -> list[list[int]]:
-    """Signed effects add over views with the same examples; views of different batches are scored apart."""
-    parts: dict[int, list[int]] = {}
-    for n in views:
-        parts.setdefault(h[n].shape[0], []).append(n)
-    return list(parts.values())
+_NO_PASS = (
+    "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
+    "gradients enabled, after this "
+    "ContinualBackprop was made. A compiled model that ran before must be recompiled (torch.compiler.reset())"
+)
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
     """A fused optimizer is called by the GradScaler even when it shall not step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, Tensor) and bool(found_inf.item())
-
-
-def _check_arguments(
-    rate: float, maturity: int, decay: float, score_every: int, seed: int, positions: str, step_policy: str
-) -> None:
-    if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
-        raise ValueError(f"replacement_rate={rate!r} must be a number in [0, 1]; the paper uses 1e-5 to 1e-3")
-    if not isinstance(maturity, int) or isinstance(maturity, bool) or maturity < 0:
-        raise ValueError(f"maturity={maturity!r} must be a whole number of steps, 0 or more")
-    if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-        raise ValueError(f"decay={decay!r} must be a number in [0, 1); the paper uses 0.99")
-    if not isinstance(score_every, int) or isinstance(score_every, bool) or score_every < 1:
-        raise ValueError(f"score_every={score_every!r} must be a whole number of steps, 1 or more")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more")
-    if positions not in POSITIONS:
-        raise ValueError(f"positions={positions!r} is not one of {POSITIONS}")
-    if step_policy not in STEP_POLICIES:
-        raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
-
-
-def _check_plan(plan: UnitPlan, model: nn.Module, optimizer: Optimizer) -> None:
-    tensors = NamedTensors(model)
-    plan.validate(tensors)
-    if not plan.groups:
-        reasons = "\n".join(f"  {entry.name}: {entry.reason}" for entry in plan.skipped)
-        raise PlanError(f"the plan has no unit to reset. Not reset:\n{reasons or '  (no layer was found)'}")
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = [name for name in plan.shapes if name in parameters and id(parameters[name]) not in trained]
-    if missing:
-        groups = [g.name for g in plan.groups if any(name.startswith(p.module + ".") for p in g.producers for name in missing)]
-        raise PlanError(
-            f"not in the optimizer: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Add them to the optimizer, or "
-            f"leave the groups out of the plan (exclude={groups[:3] or [g.name for g in plan.groups][:3]})"
-        )
-    for name in plan.shapes:
-        if hasattr(tensors[name], "device_mesh"):
-            raise PlanError(f"{name!r} is sharded (DTensor): resets of sharded parameters are not supported")
-
-
-def _check_state(state: Mapping[str, Any], plan: UnitPlan, utility: Utility, own: Mapping[str, Any]) -> None:
-    missing = [key for key in own if key not in state]
-    if missing:
-        raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
-    if state["version"] != _VERSION:
-        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {_VERSION}")
-    if state["utility"] != utility.name:
-        raise PlanError(f"the saved statistics are of utility {state['utility']!r}, this one uses {utility.name!r}")
-    if state["groups"] != own["groups"]:
-        theirs, ours = dict(state["groups"]), dict(own["groups"])
-        differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-        raise PlanError(
-            f"the saved state is of another model or plan: group {differing[0]!r} has {theirs.get(differing[0], 'no')} units there and "
-            f"{ours.get(differing[0], 'no')} here"
-        )
-    if state["fingerprint"] != own["fingerprint"]:
-        raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
-    for part in ("statistics", "pending"):
-        for key, value in own[part].items():
-            if isinstance(value, Tensor) and state[part][key].shape != value.shape:
-                raise PlanError(f"the saved state is of another plan: {part}.{key} has shape {tuple(state[part][key].shape)}")
-
-
-def _with_inits(plan: UnitPlan, inits: Sequence[Sequence[Sequence[Any]]]) -> UnitPlan:
-    """The plan with the distributions that were found when the model was new."""
-    groups = []
-    for group, saved in zip(plan.groups, inits, strict=True):
-        producers = tuple(
-            p if p.init.function is not None else replace(p, init=Init(str(kind), float(scale)))
-            for p, (kind, scale) in zip(group.producers, saved, strict=True)
-        )
-        groups.append(replace(group, producers=producers))
-    return replace(plan, groups=tuple(groups))

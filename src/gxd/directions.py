@@ -1,8 +1,10 @@
-"""Which change of the output counts: the target logit, every logit, a random mixture of logits, or a score of the user's."""
+"""Which change of the output counts: the target logit, every logit, a random mixture of logits, or a score of the
+user's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +21,12 @@ class Direction:
 
     Attributes:
         output: ``(batch, ...)``.
-        cotangents: tensors of the output's shape.
+        cotangents: yields tensors of the output's shape.
         examples: the number of examples in the output.
     """
 
     output: Tensor
-    cotangents: list[Tensor]
+    cotangents: Callable[[], Iterator[Tensor]]
     examples: int
 
 
@@ -36,32 +38,38 @@ def direction_of(
         if logits is not None or target is not None:
             raise ValueError("observe(score=...) takes the place of logits and target: give one or the other")
         _check_output(score, "score")
-        return Direction(score, [torch.ones_like(score)], score.shape[0] if score.dim() else 1)
+        return Direction(score, lambda: iter([torch.ones_like(score)]), score.shape[0] if score.dim() else 1)
     if logits is None:
         raise ValueError("observe() needs logits (and for 'gxd' and 'gxi' the target), or score=...")
     _check_output(logits, "logits")
     if logits.dim() < 2:
         raise ValueError(
-            f"observe(): logits have shape {tuple(logits.shape)}, expected (batch, classes); for a single output use observe(score=...)"
+            f"observe(): logits have shape {tuple(logits.shape)}, expected (batch, classes); for a single "
+            "output use observe(score=...)"
         )
     if gradient == "sketch":
         signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-        return Direction(logits, [signs.to(logits)], logits.shape[0])
+        return Direction(logits, lambda: iter([signs.to(logits)]), logits.shape[0])
     if gradient == "all":
         dim = 1 if target is None else _class_dim(logits, target)
-        return Direction(logits, list(_each_class(logits, dim)), logits.shape[0])
+        return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0])
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
-    return Direction(logits, [_one_hot(logits, target)], logits.shape[0])
+    one_hot = _one_hot(logits, target)
+    return Direction(logits, lambda: iter([one_hot]), logits.shape[0])
 
 
 def _check_output(output: Tensor, name: str) -> None:
     if not isinstance(output, Tensor):
-        raise TypeError(f"observe(): {name} must be a tensor, got {type(output).__name__}; a model output object has .logits")
+        raise TypeError(
+            f"observe(): {name} must be a tensor, got {type(output).__name__}; a model output object has .logits"
+        )
     if not output.is_floating_point():
         raise TypeError(f"observe(): {name} must be floating point, got {output.dtype}")
     if not output.requires_grad:
-        raise ObservationError(f"observe(): {name} has no graph: it was computed under no_grad(), detached, or is not the model's output")
+        raise ObservationError(
+            f"observe(): {name} has no graph: it was computed under no_grad(), detached, or is not the model's output"
+        )
 
 
 def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
@@ -72,7 +80,8 @@ def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
         return target.detach().to(logits.dtype)
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
         raise TypeError(
-            f"observe(): target has dtype {target.dtype}, expected integer class indices (or probabilities of the logits' shape "
+            f"observe(): target has dtype {target.dtype}, expected integer class indices (or probabilities "
+            "of the logits' shape "
             f"{tuple(logits.shape)}); for regression use observe(score=...)"
         )
     dim = _class_dim(logits, target)
@@ -95,7 +104,8 @@ def _class_dim(logits: Tensor, target: Tensor) -> int:
     if target.shape == logits.shape[:-1]:
         return logits.dim() - 1
     raise ValueError(
-        f"observe(): target has shape {tuple(target.shape)}, which does not go with logits of shape {tuple(logits.shape)}; expected "
+        f"observe(): target has shape {tuple(target.shape)}, which does not go with logits of shape "
+        f"{tuple(logits.shape)}; expected "
         f"{(logits.shape[0], *logits.shape[2:])}"
     )
 

@@ -17,8 +17,9 @@ _CRITICAL = 1.95  # Kolmogorov-Smirnov critical value at the 0.1% level, times s
 class Init:
     """A distribution for weights: ``uniform`` on [-scale, scale] or ``normal`` with standard deviation ``scale``.
 
-    ``function``, if given, is used instead: it is called as ``function(tensor, generator=generator)`` on a tensor of the *whole*
-    weight's shape (fans computed from a slice would be wrong), as the functions of :mod:`torch.nn.init` are.
+    ``function``, if given, is used instead: it is called as ``function(tensor, generator=generator)`` on a tensor of
+    the *whole* weight's shape (fans computed from a slice would be wrong), as the functions of :mod:`torch.nn.init`
+    are.
     """
 
     kind: str
@@ -41,8 +42,8 @@ class Init:
 def fit(weight: Tensor, default_bound: float) -> Init:
     """Which distribution the weights were drawn from.
 
-    The layer's default (uniform on +-``default_bound``) if it fits, else a uniform or a normal of the observed scale if one fits, else
-    the default: weights that fit nothing have been trained, or are zero.
+    The layer's default (uniform on +-``default_bound``) if it fits, else a uniform or a normal of the observed scale
+    if one fits, else the default: weights that fit nothing have been trained, or are zero.
     """
     default = Init("uniform", default_bound)
     values = weight.detach().flatten()

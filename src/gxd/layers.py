@@ -1,7 +1,7 @@
 """The layer families: one canonical view of a weight, and what the plan needs to know about a module.
 
-A family is everything that sets a layer type apart: how its weight is laid out, which axis of its input holds the columns, and the
-distribution its weight has by default. To support a new layer type, add a family.
+A family is everything that sets a layer type apart: how its weight is laid out, which axis of its input holds the
+columns, and the distribution its weight has by default. To support a new layer type, add a family.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ class Layout:
         return blocks.transpose(1, 2) if self.family == CONV_TRANSPOSE else blocks
 
     def row(self, tensor: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups, *kernel)``."""
+        """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups,
+        *kernel)``.
+        """
         view = self.canonical(tensor)
         rows = rows.to(tensor.device)
         return view, (rows // view.shape[1], rows % view.shape[1])
 
     def column(self, tensor: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor | slice, ...]]:
-        """The canonical view and the index of the given input columns: ``view[index]`` is ``(n, out / groups, *kernel)``."""
+        """The canonical view and the index of the given input columns: ``view[index]`` is ``(n, out / groups,
+        *kernel)``.
+        """
         view = self.canonical(tensor)
         columns = columns.to(tensor.device)
         return view, (columns // view.shape[2], slice(None), columns % view.shape[2])
@@ -85,14 +89,15 @@ _FAMILIES: dict[type[nn.Module], Callable[[nn.Module], Layout]] = {
 
 def sum_abs_rows(layout: Layout, weight: Tensor, rows: Tensor) -> Tensor:
     """Sum of absolute incoming weights of each row. Shape ``(n,)``."""
-    view, index = layout.row(weight, rows)
-    return view[index].abs().flatten(1).sum(1)
+    view = layout.canonical(weight.detach())
+    return torch.linalg.vector_norm(view, 1, dim=list(range(2, view.dim()))).flatten()[rows]
 
 
 def sum_abs_columns(layout: Layout, weight: Tensor, columns: Tensor) -> Tensor:
     """Sum of absolute outgoing weights of each unit. ``columns`` is ``(n, k)``, the result ``(n,)``."""
-    view, index = layout.column(weight, columns.flatten())
-    return view[index].abs().flatten(1).sum(1).view(columns.shape).sum(1)
+    view = layout.canonical(weight.detach())
+    norms = torch.linalg.vector_norm(view, 1, dim=[1, *range(3, view.dim())]).flatten()
+    return norms[columns].sum(1)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -107,7 +112,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class NamedTensors(Mapping[str, Tensor]):
-    """Parameters and buffers of a model by qualified name, looked up afresh at every access: a model may be given new ones."""
+    """Parameters and buffers of a model by qualified name, looked up afresh at every access: a model may be given new
+    ones.
+    """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         if names is None:

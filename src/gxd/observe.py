@@ -1,7 +1,8 @@
 """Room one: see the units in the user's own forward pass. Nothing is wrapped, averaged or ranked here.
 
-A *tap* on each consumer replaces the consumer's input by an alias and keeps the alias. Its gradient is the partial derivative through
-that consumer alone; the gradients that reach the parameters, and the order they are summed in, are those of training without taps.
+A *tap* on each consumer replaces the consumer's input by an alias and keeps the alias. Its gradient is the partial
+derivative through that consumer alone; the gradients that reach the parameters, and the order they are summed in, are
+those of training without taps.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class Observer:
 
 
 class Tap:
-    """The hook on one consumer. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another model."""
+    """The hook on one consumer. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another
+    model.
+    """
 
     def __init__(
         self,
@@ -115,7 +118,9 @@ class Tap:
         return (Tap, ())
 
     def sees(self, module: nn.Module) -> bool:
-        """Only training passes of the module itself count: not evaluation, not acting, not recomputation in a backward pass."""
+        """Only training passes of the module itself count: not evaluation, not acting, not recomputation in a
+        backward pass.
+        """
         return (
             self.observer is not None
             and self.observer.active
@@ -126,7 +131,9 @@ class Tap:
         )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():  # traced: by export, which must not see us, or by dynamo, which must stop here
+        if (
+            torch.compiler.is_compiling()
+        ):  # traced: by export, which must not see us, or by dynamo, which must stop here
             return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, args, kwargs)
         return self.tap(module, args, kwargs)
 
@@ -169,7 +176,9 @@ def replace_arguments(
 
 
 class AttentionTap:
-    """``nn.MultiheadAttention`` uses the weight of ``out_proj`` without calling it: read its input off the autograd graph."""
+    """``nn.MultiheadAttention`` uses the weight of ``out_proj`` without calling it: read its input off the autograd
+    graph.
+    """
 
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
@@ -209,8 +218,10 @@ def attention_output(module: nn.Module, output: Tensor) -> Tensor:
         node = node.next_functions[0][0] if node.next_functions else None
     if node is None:
         raise ObservationError(
-            f"the heads of {type(module).__name__} cannot be seen inside a compiled or checkpointed region: leave them out with "
-            "exclude='...', or use a module that calls torch.nn.functional.scaled_dot_product_attention and then a Linear"
+            f"the heads of {type(module).__name__} cannot be seen inside a compiled or checkpointed "
+            "region: leave them out with "
+            "exclude='...', or use a module that calls torch.nn.functional.scaled_dot_product_attention "
+            "and then a Linear"
         )
     return node._saved_mat1 if node.name().startswith("Addmm") else node._saved_self  # type: ignore[attr-defined]
 

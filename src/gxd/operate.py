@@ -31,16 +31,16 @@ def reset_units(
 ) -> None:
     """Reset units: fresh incoming weights, zero outgoing weights, their mean moved into the consumers' biases.
 
-    All arguments are checked before anything is written. Everything of all groups is read before anything is written, so
-    neighbouring layers can be reset together.
+    All arguments are checked before anything is written. Everything of all groups is read before anything is written,
+    so neighbouring layers can be reset together.
 
     Args:
         model: the model the plan was made from.
         plan: from :func:`gxd.find_units`.
         units: group name -> indices of the units to reset.
         optimizer: if given, its state of exactly the slices that are drawn again or zeroed is cleared.
-        references: group name -> ``(size,)`` or ``(views, size)`` the mean of each unit's value, for the compensation. A unit without
-            a reference is taken to be zero on average.
+        references: group name -> ``(size,)`` or ``(views, size)`` the mean of each unit's value, for the
+            compensation. A unit without a reference is taken to be zero on average.
         compensate: whether to move the mean contribution of each unit into its consumers' biases.
         generator: CPU generator of the fresh weights. Default: torch's global one.
         step_policy: what becomes of scalar counters in the optimizer state (Adam's ``step``): ``keep`` or ``reset``.
@@ -73,8 +73,8 @@ def reset_optimizer_state(
         parameter: one of its parameters.
         index: the slices, along ``dim``.
         dim: the axis.
-        step_policy: what becomes of scalar counters (Adam's ``step``), which are shared by all slices: ``keep`` leaves them, ``reset``
-            sets them to 0 and so repeats the bias correction for the whole parameter.
+        step_policy: what becomes of scalar counters (Adam's ``step``), which are shared by all slices: ``keep``
+            leaves them, ``reset`` sets them to 0 and so repeats the bias correction for the whole parameter.
 
     Example::
 
@@ -83,19 +83,27 @@ def reset_optimizer_state(
     if step_policy not in STEP_POLICIES:
         raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
     if not any(p is parameter for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("reset_optimizer_state: the parameter is not one of the optimizer's; pass the tensor it was built with")
+        raise ValueError(
+            "reset_optimizer_state: the parameter is not one of the optimizer's; pass the tensor it was built with"
+        )
     if not -parameter.dim() <= dim < parameter.dim():
-        raise ValueError(f"reset_optimizer_state: dim={dim} is out of range for a parameter of shape {tuple(parameter.shape)}")
+        raise ValueError(
+            f"reset_optimizer_state: dim={dim} is out of range for a parameter of shape {tuple(parameter.shape)}"
+        )
     index = _checked(index, parameter.shape[dim], "reset_optimizer_state: index")
     _clear(optimizer, parameter, dim % parameter.dim(), index, step_policy)
 
 
-# --- the operator -------------------------------------------------------------------------------------------------------------
+# --- the operator
+# -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def operate(
-    tensors: Mapping[str, Tensor], selection: Selection, references: Mapping[str, Tensor], generator: torch.Generator | None
+    tensors: Mapping[str, Tensor],
+    selection: Selection,
+    references: Mapping[str, Tensor],
+    generator: torch.Generator | None,
 ) -> None:
     """R_S on named tensors, in the order that keeps neighbours apart: all reading before all writing.
 
@@ -116,7 +124,12 @@ def operate(
             draw_incoming(tensors, producer, index, generator or torch.default_generator)
         for norm in group.norms:
             entries = norm.entries[index].flatten()
-            for name, value in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
+            for name, value in (
+                (norm.weight, 1.0),
+                (norm.bias, 0.0),
+                (norm.running_mean, 0.0),
+                (norm.running_var, 1.0),
+            ):
                 if name is not None:
                     tensors[name].view(-1)[entries.to(tensors[name].device)] = value
     for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
@@ -127,7 +140,9 @@ def operate(
 
 
 def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
-    """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following BatchNorm."""
+    """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following
+    BatchNorm.
+    """
     target = consumer.bias or consumer.running_mean
     if target is None:
         return
@@ -155,7 +170,8 @@ def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tens
         tensors[producer.bias][producer.bias_rows[index].to(full.device)] = 0.0
 
 
-# --- optimizer state ----------------------------------------------------------------------------------------------------------
+# --- optimizer state
+# ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -165,7 +181,9 @@ def clear_optimizer_state(
     """Zero the optimizer's state of every slice that a reset drew again or zeroed."""
     for group, index in selection:
         for producer in group.producers:
-            _clear_weight(optimizer, tensors[producer.weight], producer.layout, "row", producer.rows[index], step_policy)
+            _clear_weight(
+                optimizer, tensors[producer.weight], producer.layout, "row", producer.rows[index], step_policy
+            )
             if producer.bias is not None:
                 _clear(optimizer, tensors[producer.bias], 0, producer.bias_rows[index], step_policy)
         for view in group.views:
@@ -195,7 +213,9 @@ def _clear_weight(
 @torch.no_grad()
 def _clear(optimizer: Optimizer, parameter: Tensor, dim: int, index: Tensor, step_policy: str) -> None:
     for state in _slice_shaped(optimizer, parameter, step_policy):
-        if state.shape[dim] == parameter.shape[dim]:  # a factored moment may have size 1 there: it is not the slice's own
+        if (
+            state.shape[dim] == parameter.shape[dim]
+        ):  # a factored moment may have size 1 there: it is not the slice's own
             state.index_fill_(dim, index.to(state.device), 0.0)
 
 
@@ -207,14 +227,17 @@ def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> 
         if not isinstance(value, Tensor):
             if step_policy == "reset" and key == "step":
                 state[key] = 0
-        elif value.dim() == parameter.dim() and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
+        elif value.dim() == parameter.dim() and all(
+            a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
+        ):
             found.append(value)
         elif value.numel() == 1:
             if step_policy == "reset" and key == "step":
                 value.zero_()
         else:
             warnings.warn(
-                f"optimizer state {key!r} of shape {tuple(value.shape)} has no slices like its parameter's {tuple(parameter.shape)}; "
+                f"optimizer state {key!r} of shape {tuple(value.shape)} has no slices like its parameter's "
+                f"{tuple(parameter.shape)}; "
                 f"it is left as it is by resets ({type(optimizer).__name__})",
                 ResetWarning,
                 stacklevel=2,
@@ -222,7 +245,8 @@ def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> 
     return found
 
 
-# --- checks -------------------------------------------------------------------------------------------------------------------
+# --- checks
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _indices(group: Group, index: Tensor | list[int]) -> Tensor:

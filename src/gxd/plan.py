@@ -1,4 +1,6 @@
-"""The plan: which slices of which tensors belong to which unit. Plain data, by name; no module and no parameter is held."""
+"""The plan: which slices of which tensors belong to which unit. Plain data, by name; no module and no parameter is
+held.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class Consumer:
         bias: where the compensation goes; None if the layer has none (or a frozen one).
         running_mean: where the compensation goes if there is no bias but a BatchNorm follows.
         site: the module whose call shows the input.
-        ports: where it shows there: ``input``, the argument of an ordinary layer; ``query``, ``key`` and ``value``, the arguments of an
-            attention module; or ``heads``, what its output projection reads.
+        ports: where it shows there: ``input``, the argument of an ordinary layer; ``query``, ``key`` and ``value``,
+            the arguments of an attention module; or ``heads``, what its output projection reads.
         taps: the share of the kernel that one output sees, 1 except for strided transposed convolutions.
         approximate: why the compensated reset only approximates the clamp, or None.
     """
@@ -78,7 +80,8 @@ class View:
         columns: ``(n, k)`` the k input columns of each unit (k > 1 after a flatten, or when a unit is repeated).
         axis: the axis of the columns in the consumers' input, negative.
         batch_axis: the axis of the examples, counted without the column axis.
-        fold: how examples lie on that axis: ``none`` (one entry each), ``major`` (consecutive entries) or ``minor`` (strided).
+        fold: how examples lie on that axis: ``none`` (one entry each), ``major`` (consecutive entries) or ``minor``
+            (strided).
     """
 
     consumers: tuple[Consumer, ...]
@@ -93,7 +96,8 @@ class Norm:
     """A normalisation on the path of the units.
 
     Attributes:
-        entries: ``(n, e)`` flat indices of each unit's entries in the norm's parameters and buffers; ``(n, 0)`` if it has none.
+        entries: ``(n, e)`` flat indices of each unit's entries in the norm's parameters and buffers; ``(n, 0)`` if it
+            has none.
         couples: whether the norm's statistics mix several units (LayerNorm, GroupNorm, RMSNorm).
     """
 
@@ -218,14 +222,17 @@ class UnitPlan:
         """Raise :class:`PlanError` unless the model has all tensors the plan names, in the shapes it was made for."""
         for name, shape in self.shapes.items():
             if name not in tensors:
-                raise PlanError(f"the plan names {name!r}, which this model does not have: make the plan from this model")
+                raise PlanError(
+                    f"the plan names {name!r}, which this model does not have: make the plan from this model"
+                )
             if tuple(tensors[name].shape) != shape:
                 raise PlanError(
-                    f"{name!r} has shape {tuple(tensors[name].shape)}, the plan was made for {shape}: make the plan from this model"
+                    f"{name!r} has shape {tuple(tensors[name].shape)}, the plan was made for {shape}: make "
+                    "the plan from this model"
                 )
 
     def __str__(self) -> str:
-        rows = [("group", "units", "producers", "path", "consumers", "compensation")]
+        rows: list[tuple[str, ...]] = [("group", "units", "producers", "path", "consumers", "compensation")]
         rows += [_describe(group) for group in self.groups]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,8 +1,8 @@
 """Room two: the utilities. Each is one function, and reads as its row in the paper's table.
 
-A utility sees an :class:`Observation`: for every view of the units ``h``, the reference ``r``, the gradient ``g`` and the outgoing
-weights, all with the units on the last axis. It returns one score per unit, the mean over the examples. Units must not be mixed: the
-library may hand over several layers side by side.
+A utility sees an :class:`Observation`: for every view of the units ``h``, the reference ``r``, the gradient ``g`` and
+the outgoing weights, all with the units on the last axis. It returns one score per unit, the mean over the examples.
+Units must not be mixed: the library may hand over several layers side by side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class UnitView:
     @property
     def g(self) -> Tensor:
         if self._g is None:
-            raise ObservationError("this utility reads a gradient: register it with gradient='target', 'sketch', 'all' or 'loss'")
+            raise ObservationError(
+                "this utility reads a gradient: register it with gradient='target', 'sketch', 'all' or 'loss'"
+            )
         return self._g
 
     @cached_property
@@ -82,9 +84,10 @@ def register_utility(
 
     Args:
         name: the name; registering it again replaces the function.
-        gradient: the gradient by the views that ``view.g`` shall hold. None: no gradient, a local utility. ``"target"``: of the
-            target logit. ``"sketch"``: of the logits times a fresh random sign vector per example. ``"all"``: of each logit in turn,
-            the score being averaged over them. ``"loss"``: of the loss, taken from the user's own backward pass.
+        gradient: the gradient by the views that ``view.g`` shall hold. None: no gradient, a local utility.
+            ``"target"``: of the target logit. ``"sketch"``: of the logits times a fresh random sign vector per
+            example. ``"all"``: of each logit in turn, the score being averaged over them. ``"loss"``: of the loss,
+            taken from the user's own backward pass.
 
     Example::
 
@@ -116,7 +119,8 @@ def get_utility(name: str) -> Utility:
     return _REGISTRY[name]
 
 
-# --- the table ----------------------------------------------------------------------------------------------------------------
+# --- the table
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

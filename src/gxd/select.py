@@ -13,8 +13,8 @@ from torch import Tensor
 class Schedule:
     """When a group is due, and for how many units: ``c <- c + rate * eligible``, ``k = floor(c)``, ``c <- c - k``.
 
-    How many units are eligible (older than ``maturity``) follows from how many were reset when. It is counted here, on the host, so
-    that the device need not be asked on steps without a reset.
+    How many units are eligible (older than ``maturity``) follows from how many were reset when. It is counted here,
+    on the host, so that the device need not be asked on steps without a reset.
     """
 
     def __init__(self, size: int, rate: float, maturity: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from gxd.plan import UnitPlan
 class Statistics:
     """Age, reference and utility of every unit.
 
-    An average ``f`` and its weight ``w`` (the same average of ones) are read as ``f / w``. This equals ``f / (1 - eta**age)`` when every
-    step was observed, and is right when some were not.
+    An average ``f`` and its weight ``w`` (the same average of ones) are read as ``f / w``. This equals ``f / (1 -
+    eta**age)`` when every step was observed, and is right when some were not.
 
     Attributes:
         step: optimizer steps so far.
@@ -39,6 +40,7 @@ class Statistics:
         self.utility = torch.zeros(sum(units), dtype=dtype, device=device)
         self.utility_weight = torch.zeros_like(self.utility)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self.ahead: tuple[Tensor, Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +52,7 @@ class Statistics:
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
+        self.ahead = None if self.ahead is None else (self.ahead[0].to(device), self.ahead[1].to(device))
         for name in self.TENSORS:
             setattr(self, name, getattr(self, name).to(device))
 
@@ -65,26 +68,36 @@ class Statistics:
         """``(units,)`` bias-corrected running score; 0 before the first observation."""
         return _corrected(self.utility, self.utility_weight)
 
-    def references_with(self, mean: Tensor, seen: Tensor) -> Tensor:
-        """The references as they will be once the batch means ``mean`` of the views that were ``seen`` are taken in."""
-        gain = (1 - self.decay) * seen
-        return _corrected(self.mean + gain * (mean - self.mean), self.mean_weight + gain * (1 - self.mean_weight))
+    def references_with(self, mean: Tensor, seen: Tensor | None) -> Tensor:
+        """The references as they will be once this step's means of the views that were ``seen`` (None: all) are taken
+        in.
 
-    def update(self, mean: Tensor, mean_seen: Tensor, score: Tensor, score_seen: Tensor) -> None:
-        """Take one observation in: ``f <- eta f + (1 - eta) mean``, ``u <- eta u + (1 - eta) score`` where seen.
-
-        An observation with a non-finite entry is counted and changes nothing; no host synchronisation is needed to know.
+        What is worked out here is kept for :meth:`update`.
         """
-        finite = torch.isfinite(mean).all() & torch.isfinite(score).all()
-        self.nonfinite += ~finite
-        gain = (1 - self.decay) * finite * mean_seen
-        self.mean = self.mean + gain * torch.where(finite, mean - self.mean, 0.0)
-        self.mean_weight = self.mean_weight + gain * (1 - self.mean_weight)
-        gain = (1 - self.decay) * finite * score_seen
-        self.utility = self.utility + gain * torch.where(finite, score - self.utility, 0.0)
-        self.utility_weight = self.utility_weight + gain * (1 - self.utility_weight)
+        gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(mean.dtype)
+        self.ahead = _averaged(self.mean, self.mean_weight, mean, gain)
+        return self.ahead[0] / self.ahead[1] if seen is None else _corrected(*self.ahead)
 
-    def forget(self, group: int, views: range, units: Tensor) -> None:
+    def update(self, score: Tensor, seen: Tensor | None) -> None:
+        """``f <- eta f + (1 - eta) mean`` with the means given last, ``u <- eta u + (1 - eta) score``.
+
+        An observation with a non-finite entry is counted and changes nothing.
+        """
+        assert self.ahead is not None
+        gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(score.dtype)
+        new: tuple[Tensor, ...] = (*self.ahead, *_averaged(self.utility, self.utility_weight, score, gain))
+        old = (self.mean, self.mean_weight, self.utility, self.utility_weight)
+        finite = torch.isfinite(new[0].sum() + new[2].sum())
+        if self.device.type != "cpu":  # decided on the device: the host need not wait for the answer
+            self.nonfinite += ~finite
+            new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
+        elif not finite:
+            self.nonfinite += 1
+            new = old
+        self.mean, self.mean_weight, self.utility, self.utility_weight = new
+        self.ahead = None
+
+    def forget(self, group: int, views: Iterable[int], units: Tensor) -> None:
         """Age, reference and utility of the given units of a group start again at zero."""
         units = units.to(self.device)
         start = self.unit_slices[group].start
@@ -109,63 +122,13 @@ def _corrected(average: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, average / weight, 0.0)
 
 
+def _averaged(average: Tensor, weight: Tensor, value: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
+    """One step of an average and of its weight."""
+    if isinstance(gain, Tensor):
+        return torch.lerp(average, value, gain), torch.lerp(weight, torch.ones_like(weight), gain)
+    return torch.lerp(average, value, gain), weight * (1 - gain) + gain
+
+
 def _slices(sizes: list[int]) -> list[slice]:
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-
-class Pending:
-    """Sums over the forward passes since the last optimizer step, of all units, flat.
-
-    Attributes:
-        mean, mean_count: ``(views,)`` sum of h and the number of values in it.
-        score, score_count: ``(units,)`` sum of the per-example scores and the number of examples.
-    """
-
-    TENSORS = ("mean", "mean_count", "score", "score_count")
-
-    def __init__(self, statistics: Statistics) -> None:
-        self.statistics = statistics
-        self.clear()
-
-    def clear(self) -> None:
-        zeros = torch.zeros_like
-        views, units = self.statistics.mean, self.statistics.utility
-        self.mean, self.mean_count, self.score, self.score_count = zeros(views), zeros(views), zeros(units), zeros(units)
-        self.empty = True
-
-    def add_mean(self, view: int, total: Tensor, count: int) -> None:
-        where = self.statistics.view_slices[view]
-        self.mean[where] += total
-        self.mean_count[where] += count
-
-    def add_score(self, group: int, total: Tensor, count: int) -> None:
-        where = self.statistics.unit_slices[group]
-        self.score[where] += total
-        self.score_count[where] += count
-        self.empty = False
-
-    def means(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """``(views,)`` the means over all passes (and processes, by ``reduce``), and which views were seen."""
-        return _quotient(reduce(torch.stack([self.mean, self.mean_count])))
-
-    def scores(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """``(units,)`` the mean scores, and which units were seen."""
-        return _quotient(reduce(torch.stack([self.score, self.score_count])))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"empty": self.empty, **{name: getattr(self, name).clone() for name in self.TENSORS}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.empty = bool(state["empty"])
-        for name in self.TENSORS:
-            setattr(self, name, state[name].to(getattr(self, name), copy=True))
-
-    def to(self, device: torch.device) -> None:
-        for name in self.TENSORS:
-            setattr(self, name, getattr(self, name).to(device))
-
-
-def _quotient(sums: Tensor) -> tuple[Tensor, Tensor]:
-    total, count = sums.unbind(0)
-    return total / count.clamp(min=1), count > 0
+    return [slice(a, b) for a, b in pairwise(ends)]

@@ -34,18 +34,18 @@ def find_units(
 ) -> UnitPlan:
     """Find every hidden unit of a model that can be reset, and say why the others cannot.
 
-    The model is traced once with ``torch.export``; it is left exactly as it was found. No value of the inputs matters, only
-    their shapes; give a batch of two or more, so that the batch axis can be told from the others.
+    The model is traced once with ``torch.export``; it is left exactly as it was found. No value of the inputs
+    matters, only their shapes; give a batch of two or more, so that the batch axis can be told from the others.
 
     Args:
         model: any module; one wrapped by ``torch.compile`` or ``DistributedDataParallel`` is unwrapped.
-        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments of ``model.forward``. None: the
-            model is not traced, and only the hand-written ``groups`` are used.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments of
+            ``model.forward``. None: the model is not traced, and only the hand-written ``groups`` are used.
         include: shell-style pattern(s) of group names to keep. Default: all.
         exclude: shell-style pattern(s) of group names to leave out.
         rates: replacement rate by group-name pattern, for groups that differ from the common one.
-        residual: what to do with coordinates of a residual stream, written by several layers: ``"skip"`` or ``"group"`` (reset the
-            rows of all writers and the columns of all readers together).
+        residual: what to do with coordinates of a residual stream, written by several layers: ``"skip"`` or
+            ``"group"`` (reset the rows of all writers and the columns of all readers together).
         groups: hand-written groups (:func:`gxd.hand_group`); they replace traced groups of the same producers.
         batch_dim: the axis of the inputs that counts examples.
 
@@ -81,7 +81,8 @@ def _export(model: nn.Module, example_inputs: Any) -> Any:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
             f"{type(model).__name__} could not be traced by torch.export: {type(error).__name__}: {first[:300]}\n"
-            "If the message is about the inputs, fix example_inputs (a tensor, a tuple, or a dict of keyword arguments; a batch of "
+            "If the message is about the inputs, fix example_inputs (a tensor, a tuple, or a dict of "
+            "keyword arguments; a batch of "
             "two). If the forward pass depends on the values of its inputs, trace a part of the model "
             "(gxd.find_units(model.backbone, ...)), or describe the units by hand: gxd.find_units(model, "
             "groups=[gxd.hand_group('fc1', consumers=['fc2'])])."

@@ -108,7 +108,9 @@ class Engine:
         self.units.settle()
 
     def refuse_repeated_calls(self) -> None:
-        """A row used twice in one forward makes two units of one weight, and a column reads two: neither can be reset alone."""
+        """A row used twice in one forward makes two units of one weight, and a column reads two: neither can be reset
+        alone.
+        """
         calls: dict[str, list[LayerCall]] = {}
         for call in self.layers:
             calls.setdefault(call.weight, []).append(call)
@@ -160,7 +162,11 @@ class Engine:
             return folded
         name = op_name(node)
         handler = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
-        if handler is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        if (
+            handler is None
+            and isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.pointwise in node.target.tags
+        ):
             handler = _RULES["<pointwise>"]
         result = (handler or unknown)(self, node, args, kwargs)
         if name.endswith("_") and isinstance(result, Value) and args and isinstance(args[0], Value):
@@ -187,7 +193,9 @@ class Engine:
             return None
         real_args, real_kwargs = substitute((args, kwargs), lambda v: v.concrete)
         try:
-            concrete = node.target(*real_args, **{**real_kwargs, **({"device": "cpu"} if "device" in real_kwargs else {})})
+            concrete = node.target(
+                *real_args, **{**real_kwargs, **({"device": "cpu"} if "device" in real_kwargs else {})}
+            )
         except (RuntimeError, TypeError, ValueError):
             return None
         value = filled(fake.shape, CONST)
@@ -209,7 +217,9 @@ class Engine:
         self.units.block(value.unit, reason)
 
     def reduce(self, value: Value, dims: Iterable[int], reason: str) -> Value:
-        """The labels common to all elements along ``dims`` (kept, with size 1). Units that are not common are blocked."""
+        """The labels common to all elements along ``dims`` (kept, with size 1). Units that are not common are
+        blocked.
+        """
         rank = value.unit.dim()
         dims = sorted({d % rank for d in dims}) if rank else []
         unit, mixed = collapse(self.units.resolve(value.unit), dims)

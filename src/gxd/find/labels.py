@@ -59,7 +59,7 @@ def collapse(label: Tensor, dims: Sequence[int], ignore: int | None = CONST) -> 
     if ignore is not None and bool((label == ignore).any()):
         low = label.masked_fill(label == ignore, _BIG)
         high = label.masked_fill(label == ignore, -_BIG)
-    low, high = low.amin(dims, keepdim=True), high.amax(dims, keepdim=True)
+    low, high = low.amin(list(dims), keepdim=True), high.amax(list(dims), keepdim=True)
     mixed = low != high
     if ignore is not None:
         only_ignored = low == _BIG

@@ -13,7 +13,13 @@ from gxd.init import fit
 from gxd.layers import CONV, CONV_TRANSPOSE, Layout, default_bound, layout_of
 from gxd.plan import Consumer, Group, Norm, Producer, UnitPlan, View, tensor_names
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
 _COUPLING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -40,8 +46,8 @@ def hand_group(
 
     Args:
         producers: qualified module name(s); all of them have one row per unit.
-        consumers: qualified module name(s). With k times as many input columns as there are units, the columns of a unit are
-            consecutive, as after ``flatten`` of ``(B, C, H, W)``.
+        consumers: qualified module name(s). With k times as many input columns as there are units, the columns of a
+            unit are consecutive, as after ``flatten`` of ``(B, C, H, W)``.
         norms: norm modules between producer and consumers, with one entry per unit.
         columns: ``(n, k)`` the input columns of each unit, where they are laid out otherwise.
         batch_axis: the axis of the examples in the consumers' input.
@@ -81,7 +87,7 @@ def _build(model: nn.Module, hand: HandGroup) -> Group:
     producers = []
     for name in hand.producers:
         module = modules[name]
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        weight: Tensor = module.weight
         init = fit(weight, default_bound(module, weight))
         producers.append(Producer(name, f"{name}.weight", _bias(name, module), layouts[name], rows, rows, init))
     views = tuple(_view(name, modules[name], layouts[name], size, hand) for name in hand.consumers)
@@ -96,7 +102,9 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
         if int(index.max()) >= columns or int(index.min()) < 0:
             raise PlanError(f"hand-written group: columns go up to {int(index.max())}, but {name!r} has {columns}")
     elif columns % size:
-        raise PlanError(f"hand-written group: {name!r} has {columns} columns, no multiple of the {size} units; give columns=")
+        raise PlanError(
+            f"hand-written group: {name!r} has {columns} columns, no multiple of the {size} units; give columns="
+        )
     else:
         index = torch.arange(columns).view(size, -1)
     bias = _bias(name, module)
@@ -108,7 +116,7 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
         approximate = approximate or "transposed kernel"
         taps = 1.0 / float(torch.tensor(module.stride).prod())
     consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, ("input",), taps, approximate)
-    axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(module.weight.dim() - 1)  # type: ignore[union-attr,operator]
+    axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(module.weight.dim() - 1)
     return View((consumer,), index, axis, hand.batch_axis)
 
 
@@ -116,7 +124,9 @@ def _norm(name: str, module: nn.Module, size: int) -> Norm:
     if not isinstance(module, _NORMS):
         raise PlanError(f"hand-written group: {name!r} is a {type(module).__name__}, not a norm")
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    names = {key: f"{name}.{key}" if key in tensors else None for key in ("weight", "bias", "running_mean", "running_var")}
+    names = {
+        key: f"{name}.{key}" if key in tensors else None for key in ("weight", "bias", "running_mean", "running_var")
+    }
     count = next((t.numel() for key, t in tensors.items() if names.get(key)), 0)
     if count % size:
         raise PlanError(f"hand-written group: norm {name!r} has {count} entries, no multiple of the {size} units")

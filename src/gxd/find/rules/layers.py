@@ -27,7 +27,9 @@ def conv(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def conv_transpose(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Each output sees one in ``stride`` taps of the kernel along each axis: a constant can match them only on average."""
+    """Each output sees one in ``stride`` taps of the kernel along each axis: a constant can match them only on
+    average.
+    """
     stride = _as_list(args[3] if len(args) > 3 else 1)
     rank = args[1].unit.dim() - 2
     taps = 1.0 / prod(stride * rank if len(stride) == 1 else stride)
@@ -45,7 +47,9 @@ def functional(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
     for value in values:
         if value.parameter in engine.parameters:
             name = engine.owner(value.parameter) or value.parameter
-            engine.refused.setdefault(name, f"its weight is used functionally ({op_name(node)}), not by calling the layer")
+            engine.refused.setdefault(
+                name, f"its weight is used functionally ({op_name(node)}), not by calling the layer"
+            )
     for value in values:
         engine.block(value, f"read by {op_name(node)} with a weight used functionally, which is not a layer call")
     return foreign(node, values)
@@ -87,7 +91,9 @@ def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bo
         engine.units.block(call.columns, reason)
         call.columns = torch.full_like(call.columns, FOREIGN)
     call.batch_axis, call.fold = _batch(value.example, axis, engine.batch_dim)
-    if "query" in call.ports and value.unit.dim() == 3:  # the module turns its arguments around, if need be, before it uses them
+    if (
+        "query" in call.ports and value.unit.dim() == 3
+    ):  # the module turns its arguments around, if need be, before it uses them
         call.batch_axis = 0 if module.batch_first else 1
     call.running_mean = _following_running_mean(engine, node) if bias is None else None
     call.approximate = _approximation(engine, call, bias, padded)
@@ -114,7 +120,9 @@ def _ports(weight: Value, bias: Value | None) -> tuple[str, ...]:
 
 def _computed(engine: Engine, node: fx.Node, value: Value, weight: Value, bias: Value | None) -> Any:
     caller = engine.caller(node)
-    reason = "its weight is computed (a parametrization or a function of other tensors), there is no weight to draw again"
+    reason = (
+        "its weight is computed (a parametrization or a function of other tensors), there is no weight to draw again"
+    )
     engine.refused.setdefault(caller.partition(".parametrizations")[0], reason)
     for operand in (value, weight, bias):
         if isinstance(operand, Value):

@@ -7,18 +7,95 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gxd.find.engine import Engine, flatten, foreign, rule, substitute, unknown
+from gxd.find.engine import Engine, flatten, foreign, op_name, rule, substitute, unknown
 from gxd.find.labels import CONST, FOREIGN, Value
 
 
 @rule(
-    *("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t", "numpy_T"),
-    *("mT", "mH", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "squeeze", "unsqueeze", "expand", "expand_as"),
-    *("broadcast_to", "broadcast_tensors", "select", "slice", "narrow", "cat", "concat", "concatenate", "stack", "hstack", "vstack"),
-    *("dstack", "column_stack", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unsafe_chunk", "unsafe_split"),
-    *("unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit", "repeat", "tile", "repeat_interleave", "roll", "flip", "rot90"),
-    *("unfold", "im2col", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "index_select"),
-    *("diagonal", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "fliplr", "flipud", "ravel", "block_diag", "tril", "triu"),
+    *(
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "view_as",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "t",
+        "numpy_T",
+    ),
+    *(
+        "mT",
+        "mH",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "adjoint",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+    ),
+    *(
+        "broadcast_to",
+        "broadcast_tensors",
+        "select",
+        "slice",
+        "narrow",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+        "hstack",
+        "vstack",
+    ),
+    *(
+        "dstack",
+        "column_stack",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "chunk",
+        "unbind",
+        "unsafe_chunk",
+        "unsafe_split",
+    ),
+    *(
+        "unsafe_split_with_sizes",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "repeat",
+        "tile",
+        "repeat_interleave",
+        "roll",
+        "flip",
+        "rot90",
+    ),
+    *(
+        "unfold",
+        "im2col",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "channel_shuffle",
+        "native_channel_shuffle",
+        "index_select",
+    ),
+    *(
+        "diagonal",
+        "as_strided",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "fliplr",
+        "flipud",
+        "ravel",
+        "block_diag",
+        "tril",
+        "triu",
+    ),
 )
 def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run the op on the labels: what stands where afterwards is what the op says."""
@@ -40,7 +117,7 @@ def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 def pad(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Padding with a constant adds constants; the other modes move data."""
     mode = args[2] if len(args) > 2 and isinstance(args[2], str) else kwargs.get("mode", "constant")
-    if not node.target._schema.name.endswith(("pad", "constant_pad_nd")) or mode != "constant":
+    if op_name(node) not in ("pad", "constant_pad_nd") or mode != "constant":
         return move(engine, node, args, kwargs)
     value: Value = args[0]
     unit = torch.ops.aten.constant_pad_nd(value.unit, args[1], CONST)
@@ -61,7 +138,9 @@ def _first_along_padded(value: Value, widths: list[int], shape: torch.Size) -> T
 
 @rule("index")
 def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Indexing by known indices is movement; by unknown ones, it keeps labels that are constant along the indexed axes."""
+    """Indexing by known indices is movement; by unknown ones, it keeps labels that are constant along the indexed
+    axes.
+    """
     value, indices = args[0], args[1]
     if all(i is None or i.concrete is not None for i in indices):
         return move(engine, node, args, kwargs)
@@ -80,7 +159,7 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def _is_mask(engine: Engine, node: fx.Node) -> list[bool]:
-    return [i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1]]  # type: ignore
+    return [i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1]]  # type: ignore[union-attr]
 
 
 def _respread(label: Tensor, dims: list[int], place: int, rank: int) -> Tensor:
@@ -99,8 +178,30 @@ def gather(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
 
 
 @rule(
-    *("contiguous", "clone", "to", "_to_copy", "type_as", "detach", "detach_copy", "alias", "lift_fresh_copy", "lift_fresh"),
-    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "float", "half", "double", "bfloat16", "cpu", "cuda"),
+    *(
+        "contiguous",
+        "clone",
+        "to",
+        "_to_copy",
+        "type_as",
+        "detach",
+        "detach_copy",
+        "alias",
+        "lift_fresh_copy",
+        "lift_fresh",
+    ),
+    *(
+        "dropout",
+        "feature_dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "float",
+        "half",
+        "double",
+        "bfloat16",
+        "cpu",
+        "cuda",
+    ),
     *("prelu", "_prelu_kernel", "rrelu", "rrelu_with_noise", "identity", "positive", "resolve_conj", "resolve_neg"),
 )
 def identity(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -89,5 +89,5 @@ def _note(
         entries, module = torch.full_like(entries, FOREIGN), "norm"
     members = value.unit[value.unit >= 0].unique()
     # Frozen affine parameters stay as they are.
-    trained = [n if n is None or engine.parameters[n].requires_grad else None for n in names[:2]]
-    engine.norms.append(NormCall(module, *trained, *names[2:], entries, members, couples))  # type: ignore[arg-type]
+    weight_name, bias_name = [n if n is None or engine.parameters[n].requires_grad else None for n in names[:2]]
+    engine.norms.append(NormCall(module, weight_name, bias_name, names[2], names[3], entries, members, couples))

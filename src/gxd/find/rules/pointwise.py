@@ -11,8 +11,20 @@ from gxd.find.engine import Engine, op_name, rule
 from gxd.find.labels import CONST, FOREIGN, Value
 
 # Where a unit meets data that is no unit's: a product modulates the unit, any other op makes a mixture.
-_PRODUCTS = {"mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow", "masked_fill", "logical_and", "bitwise_and"}
-# Where two units meet: a sum makes a residual coordinate, any other op (product, maximum) makes one unit with two producers.
+_PRODUCTS = {
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "floor_divide",
+    "pow",
+    "masked_fill",
+    "logical_and",
+    "bitwise_and",
+}
+# Where two units meet: a sum makes a residual coordinate, any other op (product, maximum) makes one unit with two
+# producers.
 _SUMS = {"add", "sub", "subtract", "rsub", "lerp", "addcmul", "addcdiv", "logaddexp"}
 
 
@@ -83,7 +95,9 @@ def _meet_foreign(engine: Engine, node: fx.Node, a: Tensor, b: Tensor) -> None:
 
 
 def _without_broadcast(engine: Engine, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A unit that meets several units (a scalar gate) is not one with any of them: it is read by something that is no layer."""
+    """A unit that meets several units (a scalar gate) is not one with any of them: it is read by something that is no
+    layer.
+    """
     both = (a >= 0) & (b >= 0) & (a != b)
     if not bool(both.any()):
         return a, b
@@ -105,4 +119,3 @@ def _writers(engine: Engine, pairs: Tensor) -> str:
         name = next((c.module for c in engine.layers if len(c.units) and c.units[0] <= unit <= c.units[-1]), "?")
         names.append(f"'{name}'")
     return " and ".join(names)
-

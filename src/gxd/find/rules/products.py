@@ -16,7 +16,9 @@ _SCORES = "read by a product of activations (attention scores), which is not a l
 
 @rule("scaled_dot_product_attention")
 def attention(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The output is a weighted mean of the values over positions: it carries their units. Query and key only make scores."""
+    """The output is a weighted mean of the values over positions: it carries their units. Query and key only make
+    scores.
+    """
     query, key, value = args[0], args[1], args[2]
     for operand in (query, key, *[a for a in args[3:4] if isinstance(a, Value)]):
         engine.block(operand, _SCORES)
@@ -85,4 +87,3 @@ def baddbmm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, An
     if args[0].has_units():
         return unknown(engine, node, args, kwargs)
     return matmul(engine, node, args[1:], kwargs)
-

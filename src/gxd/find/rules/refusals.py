@@ -15,7 +15,9 @@ def embedding(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     """Rows of a table: an element is shared by all features of a token, there is no incoming weight to draw again."""
     weight, index = args[0], args[1]
     if weight.parameter in engine.parameters:
-        engine.refused.setdefault(engine.owner(weight.parameter), "embedding: its output has no incoming weights to draw again")
+        engine.refused.setdefault(
+            engine.owner(weight.parameter), "embedding: its output has no incoming weights to draw again"
+        )
     fake = node.meta["val"]
     if isinstance(fake, (list, tuple)) or index.unit.dim() >= fake.dim():
         return foreign(node, [index])

@@ -1,0 +1,244 @@
+"""Between observing and averaging: what the forward passes of one step say about all units, in flat tensors.
+
+Units do not interact in a score, so the layers that have one value per example stand side by side in one tensor and
+are scored at once; layers with positions (convolutions, tokens) are scored one by one, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gxd.layers import sum_abs_columns, sum_abs_rows
+from gxd.observe import Pass, Reader, sum_of
+from gxd.plan import UnitPlan
+from gxd.score import Observation, UnitView, Utility
+from gxd.statistics import Statistics
+
+Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> gradient, of the captured tensor's shape
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some groups, scored together.
+
+    Attributes:
+        number: of the pass.
+        groups: the numbers of the groups, side by side.
+        slots: for each view the groups have, its number in each group.
+        h: for each slot, ``(examples, positions, units of all groups)``.
+    """
+
+    number: int
+    groups: list[int]
+    slots: list[list[int]]
+    h: list[Tensor]
+
+
+class Tally:
+    """Sums of values and scores over the passes since the last optimizer step.
+
+    Args:
+        reduce: sums a tensor over the processes that train together.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        tensors: Mapping[str, Tensor],
+        utility: Utility,
+        statistics: Statistics,
+        positions: str,
+        generator: torch.Generator,
+        reduce: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self.plan, self.tensors, self.utility, self.statistics = plan, tensors, utility, statistics
+        self.generator, self.reduce = generator, reduce
+        self.views = [view for group in plan.groups for view in group.views]
+        self.readers = [Reader(view, positions) for view in self.views]
+        self.views_of = view_numbers(plan)
+        self.clear()
+
+    def clear(self) -> None:
+        self.mean: Tensor | None = None  # (views,) sum of h
+        self.score: Tensor | None = None  # (units,) sum of the per-example scores
+        self.mean_count = [0] * len(self.views)  # how many values, by view
+        self.score_count = [0] * len(self.plan.groups)  # how many examples, by group
+
+    @property
+    def empty(self) -> bool:
+        return self.score is None
+
+    @torch.no_grad()
+    def add(self, passes: Sequence[Pass], directions: Iterable[Gradients], examples: int | None) -> None:
+        """Take in some passes, with the gradients by their views in one or more directions of the output."""
+        blocks = [block for number, one in enumerate(passes) for block in self._blocks(number, one, examples)]
+        if not blocks:
+            return
+        before = self.mean, list(self.mean_count)
+        try:
+            self._add(blocks, directions, examples)
+        except BaseException:  # a utility that fails leaves nothing behind
+            self.mean, self.mean_count = before
+            raise
+
+    def _add(self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None) -> None:
+        for block in blocks:
+            for slot, h in zip(block.slots, block.h, strict=True):
+                self._add_mean(slot, h.sum((0, 1)), h.shape[0] * h.shape[1])
+        references = self.statistics.references_with(*self.means())
+        scores: list[list[Tensor]] = [[] for _ in blocks]
+        for gradients in directions:
+            for block, found in zip(blocks, scores, strict=True):
+                found.append(self._score(block, gradients.get(block.number, {}), references, examples))
+        for block, found in zip(blocks, scores, strict=True):
+            count = block.h[0].shape[0]
+            self._add_score(block.groups, sum_of(found) * (count / len(found)), count)
+
+    def means(self) -> tuple[Tensor, Tensor | None]:
+        """``(views,)`` the means of h over all passes and processes, and which were seen (None: all)."""
+        assert self.mean is not None
+        return self._quotient(self.mean, self.mean_count, self.statistics.view_slices)
+
+    def scores(self) -> tuple[Tensor, Tensor | None]:
+        """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""
+        assert self.score is not None
+        return self._quotient(self.score, self.score_count, self.statistics.unit_slices)
+
+    def to(self, device: torch.device) -> None:
+        self.mean = None if self.mean is None else self.mean.to(device)
+        self.score = None if self.score is None else self.score.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mean": None if self.mean is None else self.mean.clone(),
+            "score": None if self.score is None else self.score.clone(),
+            "mean_count": list(self.mean_count),
+            "score_count": list(self.score_count),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        like = self.statistics.mean
+        self.mean = None if state["mean"] is None else state["mean"].to(like, copy=True)
+        self.score = None if state["score"] is None else state["score"].to(like, copy=True)
+        self.mean_count, self.score_count = list(state["mean_count"]), list(state["score_count"])
+
+    # --- values and scores --------------------------------------------------------------------------------------------
+
+    def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
+        dtype = self.statistics.dtype
+        h = {n: self.readers[n](c.source.detach(), examples).to(dtype) for n, c in one.items() if c.source.numel()}
+        blocks: list[Block] = []
+        abreast: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
+        for group, numbers in enumerate(self.views_of):
+            seen = [n for n in numbers if n in h]
+            if len(seen) == 1 and h[seen[0]].shape[1] == 1:
+                key = (h[seen[0]].shape[0], h[seen[0]].device)
+                abreast.setdefault(key, []).append((group, seen[0]))
+                continue
+            # Signed effects add over views with the same examples; views of different batches are scored apart.
+            for size in dict.fromkeys(h[n].shape[0] for n in seen):
+                views = [n for n in seen if h[n].shape[0] == size]
+                blocks.append(Block(number, [group], [[n] for n in views], [h[n] for n in views]))
+        for members in abreast.values():
+            slot = [n for _, n in members]
+            blocks.append(Block(number, [g for g, _ in members], [slot], [_side_by_side([h[n] for n in slot])]))
+        return blocks
+
+    def _score(self, block: Block, gradients: Mapping[int, Tensor], references: Tensor, examples: int | None) -> Tensor:
+        views = []
+        for slot, h in zip(block.slots, block.h, strict=True):
+            g = None if self.utility.gradient is None else self._gradient(slot, h, gradients, examples)
+            r = self._pick(references, slot, self.statistics.view_slices).to(h.device)
+            views.append(UnitView(h, r, g, lambda slot=slot, h=h: self._w_out(slot).to(h)))  # type: ignore[misc]
+        observation = Observation(views, lambda: self._w_in(block.groups).to(block.h[0]), self.generator)
+        score = self.utility.function(observation)
+        units = block.h[0].shape[-1]
+        if not isinstance(score, Tensor) or score.shape != (units,):
+            shape = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
+            raise ValueError(f"utility {self.utility.name!r} must return one score per unit, ({units},), got {shape}")
+        return score.to(self.statistics.device)
+
+    def _gradient(self, slot: list[int], h: Tensor, gradients: Mapping[int, Tensor], examples: int | None) -> Tensor:
+        parts = []
+        for n in slot:
+            if n in gradients:
+                parts.append(self.readers[n](gradients[n], examples).to(h.dtype))
+            else:  # read by a branch that the output does not depend on
+                parts.append(h.new_zeros(*h.shape[:2], self.readers[n].n))
+        return _side_by_side(parts)
+
+    def _w_out(self, slot: list[int]) -> Tensor:
+        return _side_by_side(
+            [
+                sum_of(
+                    [
+                        sum_abs_columns(c.layout, self.tensors[c.weight], self.views[n].columns)
+                        for c in self.views[n].consumers
+                    ]
+                )
+                for n in slot
+            ]
+        )
+
+    def _w_in(self, groups: list[int]) -> Tensor:
+        producers = [self.plan.groups[g].producers for g in groups]
+        return _side_by_side(
+            [sum_of([sum_abs_rows(p.layout, self.tensors[p.weight], p.rows) for p in several]) for several in producers]
+        )
+
+    # --- flat sums ----------------------------------------------------------------------------------------------------
+
+    def _add_mean(self, slot: list[int], total: Tensor, count: int) -> None:
+        flat = self._spread(slot, total, self.statistics.view_slices, self.statistics.mean)
+        self.mean = flat if self.mean is None else self.mean + flat
+        for n in slot:
+            self.mean_count[n] += count
+
+    def _add_score(self, groups: list[int], total: Tensor, count: int) -> None:
+        flat = self._spread(groups, total, self.statistics.unit_slices, self.statistics.utility)
+        self.score = flat if self.score is None else self.score + flat
+        for g in groups:
+            self.score_count[g] += count
+
+    def _spread(self, numbers: list[int], values: Tensor, slices: Sequence[slice], like: Tensor) -> Tensor:
+        """Values of some groups (or views), side by side, in a flat tensor of all."""
+        values = values.to(like.device)
+        if len(numbers) == len(slices):  # all of them, and they are in order
+            return values
+        flat, start = torch.zeros_like(like), 0
+        for n in numbers:
+            size = slices[n].stop - slices[n].start
+            flat[slices[n]] = values[start : start + size]
+            start += size
+        return flat
+
+    def _pick(self, flat: Tensor, numbers: list[int], slices: Sequence[slice]) -> Tensor:
+        """The inverse of :meth:`_spread`."""
+        return flat if len(numbers) == len(slices) else _side_by_side([flat[slices[n]] for n in numbers])
+
+    def _quotient(self, total: Tensor, count: list[int], slices: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
+        if self.reduce is None and min(count) == max(count):
+            return total / count[0], None
+        sizes = torch.tensor([s.stop - s.start for s in slices])
+        counts = torch.tensor(count, dtype=total.dtype).repeat_interleave(sizes).to(total.device)
+        if self.reduce is not None:
+            total, counts = self.reduce(torch.stack([total, counts])).unbind(0)
+        return total / counts.clamp(min=1), counts > 0
+
+
+def view_numbers(plan: UnitPlan) -> list[list[int]]:
+    """The numbers of the views of each group, counted through the plan."""
+    numbers, start = [], 0
+    for group in plan.groups:
+        numbers.append(list(range(start, start + len(group.views))))
+        start += len(group.views)
+    return numbers
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
