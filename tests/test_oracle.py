@@ -230,9 +230,7 @@ def test_without_compensation_the_consumers_bias_stays() -> None:
     assert record.parameters[3].tolist() == [0.5]
 
 
-@pytest.mark.parametrize(
-    "chosen", [[[1], [], []], [[], [0, 3], []], [[0, 2], [4], []], [[0, 2], [1, 4], [0, 3]]]
-)
+@pytest.mark.parametrize("chosen", [[[1], [], []], [[], [0, 3], []], [[0, 2], [4], []], [[0, 2], [1, 4], [0, 3]]])
 def test_a_reset_leaves_the_function_with_the_units_held_at_their_references(chosen: list[list[int]]) -> None:
     make = torch.Generator().manual_seed(2)
     net = NaiveCBP.of_linears(
@@ -315,9 +313,7 @@ def test_a_reset_zeroes_the_optimizer_state_of_exactly_the_slices_of_the_unit(op
 
 
 def test_every_unit_but_the_chosen_one_keeps_its_parameters_and_statistics() -> None:
-    net = NaiveCBP.of_linears(
-        random_linears([3, 4, 2]), activation=torch.relu, utility="gxd", fresh=ones, rate=0.0
-    )
+    net = NaiveCBP.of_linears(random_linears([3, 4, 2]), activation=torch.relu, utility="gxd", fresh=ones, rate=0.0)
     for x, y in random_batches(3, features=3, classes=2):
         net.step(x, y)
     before, mean, utility = net.parameters(), list(net.mean[0]), list(net.raw_utility[0])

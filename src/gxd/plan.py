@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -183,8 +183,9 @@ class UnitPlan:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rates: Mapping[str, float] | None = None,
+        init: Mapping[str, Callable[..., object]] | None = None,
     ) -> UnitPlan:
-        """A plan with only the groups whose name matches, and a rate for those that match a pattern of ``rates``.
+        """A plan with only the groups whose name matches, and a rate or initialiser for those that match a pattern.
 
         Patterns are shell-style (``layers.*.fc1``). A pattern that matches no group is an error: it is a misspelling.
         """
@@ -203,6 +204,9 @@ class UnitPlan:
                 raise ValueError(f"rate {rate!r} for {pattern!r} is not in [0, 1]")
             hit = _matches(names, pattern, "rates")
             kept = [replace(g, rate=float(rate)) if g.name in hit else g for g in kept]
+        for pattern, function in (init or {}).items():
+            hit = _matches(names, pattern, "init")
+            kept = [_with_init(g, function) if g.name in hit else g for g in kept]
         return replace(self, groups=tuple(kept), skipped=tuple(skipped))
 
     def fingerprint(self) -> str:
@@ -282,6 +286,15 @@ def _describe(group: Group) -> tuple[str, ...]:
         ", ".join(dict.fromkeys(consumers)),
         "+".join(kinds) + approximate,
     )
+
+
+def _with_init(group: Group, function: Callable[..., object]) -> Group:
+    if not callable(function):
+        raise TypeError(
+            f"init[{group.name!r}] must be a function such as torch.nn.init.kaiming_normal_, got {function!r}"
+        )
+    init = Init("function", 0.0, function)
+    return replace(group, producers=tuple(replace(p, init=init) for p in group.producers))
 
 
 def _matches(names: Sequence[str], patterns: str | Sequence[str], argument: str) -> set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def find_units(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
+    init: Mapping[str, Callable[..., object]] | None = None,
     residual: str = "skip",
     groups: Sequence[HandGroup] = (),
     batch_dim: int = 0,
@@ -44,6 +46,8 @@ def find_units(
         include: shell-style pattern(s) of group names to keep. Default: all.
         exclude: shell-style pattern(s) of group names to leave out.
         rates: replacement rate by group-name pattern, for groups that differ from the common one.
+        init: initialiser of fresh incoming weights by group-name pattern, such as ``torch.nn.init.kaiming_normal_``,
+            called as ``f(tensor, generator=...)`` on the whole weight. Default: the distribution the weights have now.
         residual: what to do with coordinates of a residual stream, written by several layers: ``"skip"`` or
             ``"group"`` (reset the rows of all writers and the columns of all readers together).
         groups: hand-written groups (:func:`gxd.hand_group`); they replace traced groups of the same producers.
@@ -66,7 +70,7 @@ def find_units(
         engine.run()
         plan = assemble(engine)
     plan = merge_by_hand(model, plan, groups)
-    return plan.select(include, exclude, rates)
+    return plan.select(include, exclude, rates, init)
 
 
 def _export(model: nn.Module, example_inputs: Any) -> Any:
@@ -75,7 +79,8 @@ def _export(model: nn.Module, example_inputs: Any) -> Any:
     else:
         args, kwargs = (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
     try:
-        with _as_found(model):
+        with _as_found(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch.export has to say is not for the user of a plan
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:  # torch.export raises many kinds; all of them mean the same to the user
         first = next((line for line in str(error).splitlines() if line.strip()), "")

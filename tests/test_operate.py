@@ -1,0 +1,106 @@
+"""The two primitives used alone, as a trainer of sparse autoencoders would."""
+
+import pytest
+import torch
+from torch import nn
+
+import gxd
+
+
+class SparseAutoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 20), nn.Linear(20, 6)
+
+    def forward(self, x):
+        return self.decoder(torch.relu(self.encoder(x)))
+
+
+def trained(optimizer=torch.optim.Adam, **options):
+    torch.manual_seed(0)
+    model = SparseAutoencoder()
+    opt = optimizer(model.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        x = torch.randn(16, 6)
+        (model(x) - x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return model, opt, gxd.find_units(model, torch.randn(2, 6))
+
+
+def test_dead_features_are_reset_with_their_optimizer_state():
+    model, opt, plan = trained()
+    dead = torch.zeros(20, dtype=torch.bool)
+    dead[[2, 5]] = True
+    kept = model.encoder.weight[~dead].clone()
+    gxd.reset_units(model, plan, {"encoder": dead}, optimizer=opt)
+    assert torch.equal(model.encoder.weight[~dead], kept)
+    assert torch.all(model.decoder.weight[:, dead] == 0)
+    assert torch.all(model.encoder.bias[dead] == 0)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.all(opt.state[model.encoder.weight][key][dead] == 0)
+        assert torch.all(opt.state[model.encoder.bias][key][dead] == 0)
+        assert torch.all(opt.state[model.decoder.weight][key][:, dead] == 0)
+        assert torch.all(opt.state[model.decoder.weight][key][:, ~dead] != 0)
+        assert torch.all(opt.state[model.decoder.bias][key] != 0)
+
+
+def test_the_seed_of_the_generator_decides_the_fresh_weights_and_the_global_one_is_left_alone():
+    results = []
+    for _ in range(2):
+        model, _, plan = trained()
+        state = torch.get_rng_state()
+        gxd.reset_units(model, plan, {"encoder": [3]}, generator=torch.Generator().manual_seed(4))
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append(model.encoder.weight[3].clone())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_optimizer_state_is_reset_along_any_axis(dim):
+    model, opt, _ = trained()
+    weight = model.encoder.weight
+    before = opt.state[weight]["exp_avg"].clone()
+    gxd.reset_optimizer_state(opt, weight, torch.tensor([1, 3]), dim)
+    after = opt.state[weight]["exp_avg"].movedim(dim, 0)
+    assert torch.all(after[[1, 3]] == 0)
+    assert torch.equal(after[[0, 2]], before.movedim(dim, 0)[[0, 2]])
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("keep", 3.0), ("reset", 0.0)])
+def test_the_step_of_adam_is_kept_or_reset_by_policy(policy, expected):
+    model, opt, _ = trained()
+    gxd.reset_optimizer_state(opt, model.encoder.weight, [1], 0, step_policy=policy)
+    assert opt.state[model.encoder.weight]["step"].item() == expected
+    assert opt.state[model.decoder.weight]["step"].item() == 3.0
+
+
+def test_an_optimizer_without_state_yet_is_fine():
+    model = SparseAutoencoder()
+    opt = torch.optim.Adam(model.parameters())
+    gxd.reset_optimizer_state(opt, model.encoder.weight, [0])
+    gxd.reset_units(model, gxd.find_units(model, torch.randn(2, 6)), {"encoder": [0]}, optimizer=opt)
+    assert not opt.state
+
+
+def test_factored_moments_are_reset_where_they_have_a_slice():
+    model, opt, plan = trained(torch.optim.Adafactor)
+    weight = model.encoder.weight
+    columns = opt.state[weight]["col_var"].clone()
+    gxd.reset_units(model, plan, {"encoder": [4]}, optimizer=opt)
+    assert torch.all(opt.state[weight]["row_var"][4] == 0)
+    assert torch.all(opt.state[weight]["row_var"][:4] != 0)
+    assert torch.equal(opt.state[weight]["col_var"], columns)
+
+
+def test_a_strided_transposed_convolution_is_compensated_on_average():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Tanh(), nn.ConvTranspose2d(6, 3, 2, stride=2))
+    plan = gxd.find_units(model, torch.randn(2, 2, 4, 4))
+    x = torch.randn(8, 2, 5, 5)
+    h = model[1](model[0](x)).detach()
+    mean = h.mean((0, 2, 3))
+    before = model(x).detach()
+    gxd.reset_units(model, plan, {"0": [0, 1, 2]}, references={"0": mean})
+    after = model(x).detach()
+    torch.testing.assert_close(after.mean((0, 2, 3)), before.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
