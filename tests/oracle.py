@@ -66,9 +66,7 @@ def naive_scores(
         per_class = []
         for klass in range(len(_class_gradients(views[0]))):
             gradients = [_class_gradients(view)[klass] for view in views]
-            scores = [
-                _effect_score("gxd", views, gradients, unit, absolute_positions) for unit in range(units)
-            ]
+            scores = [_effect_score("gxd", views, gradients, unit, absolute_positions) for unit in range(units)]
             per_class.append(scores)
         return [sum(of_class[unit] for of_class in per_class) / len(per_class) for unit in range(units)]
     gradients = [_one_gradient(view) for view in views]
@@ -268,10 +266,7 @@ class NaiveCBP:
 
     def _bias_corrected(self, average: list[list[float]]) -> list[list[float]]:
         return [
-            [
-                value / (1 - self.decay**age) if age > 0 else 0.0
-                for value, age in zip(values, ages, strict=True)
-            ]
+            [value / (1 - self.decay**age) if age > 0 else 0.0 for value, age in zip(values, ages, strict=True)]
             for values, ages in zip(average, self.age, strict=True)
         ]
 
@@ -306,9 +301,7 @@ class NaiveCBP:
         self.reset(chosen)
 
         resets = [(group, units) for group, units in enumerate(chosen) if units]
-        record = StepRecord(
-            loss.item(), scores, ages, references, utilities, resets, before_reset, self.parameters()
-        )
+        record = StepRecord(loss.item(), scores, ages, references, utilities, resets, before_reset, self.parameters())
         self.history.append(record)
         return record
 
@@ -346,9 +339,7 @@ class NaiveCBP:
             assert signs.shape == logits.shape
             directions = [signs]
         else:
-            directions = [
-                nn.functional.one_hot(torch.full((examples,), klass), classes) for klass in range(classes)
-            ]
+            directions = [nn.functional.one_hot(torch.full((examples,), klass), classes) for klass in range(classes)]
         by_direction = [self._directional_gradients(hidden, logits, direction) for direction in directions]
         if self.utility == "gxd_all_logit":
             return [list(of_group) for of_group in zip(*by_direction, strict=True)]
@@ -400,9 +391,7 @@ class NaiveCBP:
         w_out = [[self.weights[group + 1][:, unit] for unit in range(units)]]
         scores = naive_scores(self.utility, [view], w_in, w_out)
         for unit in range(units):
-            self.raw_utility[group][unit] = (
-                self.decay * self.raw_utility[group][unit] + (1 - self.decay) * scores[unit]
-            )
+            self.raw_utility[group][unit] = self.decay * self.raw_utility[group][unit] + (1 - self.decay) * scores[unit]
         return scores
 
     # ---- the reset operator

@@ -87,7 +87,7 @@ def _build(model: nn.Module, hand: HandGroup) -> Group:
     producers = []
     for name in hand.producers:
         module = modules[name]
-        weight: Tensor = module.weight
+        weight = _weight(module)
         init = fit(weight, default_bound(module, weight))
         producers.append(Producer(name, f"{name}.weight", _bias(name, module), layouts[name], rows, rows, init))
     views = tuple(_view(name, modules[name], layouts[name], size, hand) for name in hand.consumers)
@@ -116,7 +116,7 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
         approximate = approximate or "transposed kernel"
         taps = 1.0 / float(torch.tensor(module.stride).prod())
     consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, ("input",), taps, approximate)
-    axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(module.weight.dim() - 1)
+    axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(_weight(module).dim() - 1)
     return View((consumer,), index, axis, hand.batch_axis)
 
 
@@ -141,13 +141,18 @@ def _layout(name: str, module: nn.Module) -> Layout:
     return layout
 
 
+def _weight(module: nn.Module) -> Tensor:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight
+
+
 def _rows(layout: Layout, module: nn.Module) -> int:
-    view = layout.canonical(module.weight)  # type: ignore[arg-type]
+    view = layout.canonical(_weight(module))
     return view.shape[0] * view.shape[1]
 
 
 def _columns(layout: Layout, module: nn.Module) -> int:
-    view = layout.canonical(module.weight)  # type: ignore[arg-type]
+    view = layout.canonical(_weight(module))
     return view.shape[0] * view.shape[2]
 
 
