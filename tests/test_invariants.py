@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gxd
-from gxd.check import clamped
+from gxd.clamp import clamped
 from tests.models import MODELS, make
 
 OPTIMIZERS = {

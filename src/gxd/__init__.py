@@ -6,7 +6,7 @@ draws the plan of the house, and :class:`gxd.ContinualBackprop` walks through it
 
 from gxd.check import CheckReport, check
 from gxd.continual import ContinualBackprop
-from gxd.errors import NonFiniteWarning, ObservationError, PlanError, ResetWarning, TraceError
+from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError, ResetWarning, TraceError
 from gxd.find import find_units
 from gxd.find.manual import hand_group
 from gxd.operate import reset_optimizer_state, reset_units
@@ -22,6 +22,7 @@ __all__ = [
     "NonFiniteWarning",
     "Observation",
     "ObservationError",
+    "ObservationWarning",
     "PlanError",
     "ResetWarning",
     "TraceError",

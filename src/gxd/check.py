@@ -1,30 +1,35 @@
 """Prove a plan on the user's own model, with numbers.
 
-For a few units of every group, the model is run twice on the example inputs: once with the unit's views clamped to a
-value, and once on parameters that went through the reset operator with that value as the reference. Fresh incoming
-weights change everything the unit still reaches, so equal outputs show three things at once: the views are all the
-ways out of the unit, the claimed columns are the unit's and no other's, and the compensation is exact.
+For a few units of every group, the model is run with the units' views clamped to a value, and again with the units' incoming weights
+drawn anew. If the plan is right, the second run gives the same outputs (there is no other way out of the units), only the claimed
+columns of the consumers have moved, and parameters that went through the reset operator give the same outputs without any clamp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
-from gxd.find import find_units
+from gxd.clamp import clamped
+from gxd.find import call_arguments, find_units
 from gxd.layers import NamedTensors, unwrap
-from gxd.observe import attention_output, replace_arguments
+from gxd.observe import Reader
 from gxd.operate import operate
-from gxd.plan import Consumer, Group, UnitPlan, View
+from gxd.plan import Group, UnitPlan
 
-PASSED, APPROXIMATE, WRONG = "passed", "approximate", "wrong"
+PASSED, APPROXIMATE, INCONCLUSIVE, WRONG = "passed", "approximate", "inconclusive", "wrong"
 _CLAMP = 0.37  # any value will do; not 0, which would hide a missing compensation
+_FLOOR = 1e-9  # of the outputs' scale: smaller effects are rounding
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+Inputs = dict[tuple[int, str], Tensor]  # (view, consumer) -> what it would have read
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,8 @@ class GroupCheck:
 
     Attributes:
         name: of the group.
-        status: ``passed``, ``approximate`` or ``wrong``.
-        error: largest difference of the outputs between the clamped and the reset model, relative to the effect of
-            the clamp.
+        status: ``passed``, ``approximate``, ``inconclusive`` or ``wrong``.
+        error: largest difference of the outputs between the clamped and the reset model, relative to the clamp's effect.
         detail: what was seen, in words.
     """
 
@@ -63,9 +67,9 @@ class CheckReport:
         if not self.groups:
             return "the plan has no group to check"
         width = max(len(group.name) for group in self.groups)
-        lines = [f"{g.name.ljust(width)}  {g.status.ljust(11)}  error {g.error:.1e}  {g.detail}" for g in self.groups]
-        count = {status: sum(g.status == status for g in self.groups) for status in (PASSED, APPROXIMATE, WRONG)}
-        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in count.items())])
+        lines = [f"{g.name.ljust(width)}  {g.status.ljust(12)}  error {g.error:.0e}  {g.detail}" for g in self.groups]
+        count = {s: sum(g.status == s for g in self.groups) for s in (PASSED, APPROXIMATE, INCONCLUSIVE, WRONG)}
+        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in count.items() if n)])
 
 
 def check(
@@ -77,7 +81,9 @@ def check(
     tolerance: float = 1e-3,
     seed: int = 0,
 ) -> CheckReport:
-    """Verify a plan numerically on a model. The model is left as it is: the resets happen on copies of its tensors.
+    """Verify a plan numerically on a model. The model is left as it is: everything happens on copies of its tensors.
+
+    The copies are in float64, and their norms are disturbed, so that small errors show.
 
     Args:
         model: the model.
@@ -89,152 +95,228 @@ def check(
 
     Returns:
         For each group ``passed``; ``approximate``, where the plan says so (zero padding at the borders, a norm that
-        couples units, no bias to compensate in) and only the approximate part differs; or ``wrong``: the plan does
-        not describe this model.
+        couples units, no bias to compensate in) and only that part differs; ``inconclusive``, where the units have no
+        effect on the outputs; or ``wrong``: the plan does not describe this model.
     """
     model = unwrap(model)
     plan = plan if plan is not None else find_units(model, example_inputs)
     tensors = NamedTensors(model)
     plan.validate(tensors)
-    generator = torch.Generator().manual_seed(seed)
-    run = _runner(model, example_inputs)
-    with _evaluation(model), torch.random.fork_rng(devices=_cuda_devices(tensors)):
-        return CheckReport(
-            plan,
-            tuple(_check_group(g, model, run, tensors, units_per_group, tolerance, generator) for g in plan.groups),
-        )
+    cuda = sorted({t.device.index or 0 for t in tensors.values() if t.device.type == "cuda"})
+    with _evaluation(model), torch.random.fork_rng(devices=cuda):
+        probe = _Probe(model, example_inputs, seed)
+        checks = [_check_group(probe, group, plan.batch_dim, units_per_group, tolerance) for group in plan.groups]
+    return CheckReport(plan, tuple(checks))
 
 
-def _check_group(
-    group: Group,
-    model: nn.Module,
-    run: Callable[[Mapping[str, Tensor]], list[Tensor]],
-    tensors: NamedTensors,
-    count: int,
-    tolerance: float,
-    generator: torch.Generator,
-) -> GroupCheck:
-    own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    index = torch.randperm(group.size, generator=generator)[:count].sort().values
-    reference = torch.full((len(group.views), group.size), _CLAMP, dtype=torch.float64)
-    before = run(own)
-    after = {name: tensor.clone() for name, tensor in own.items()}
-    operate(after, [(group, index)], {group.name: reference}, generator)
-    with clamped(model, group, index, _CLAMP):
-        clamp = run(own)
-    reset = run(after)
-    # A reset that keeps the incoming weights and the norm entries differs from the clamp only where compensation does.
-    kept = {name: tensor.clone() for name, tensor in own.items()}
-    operate(kept, [(_without_producers(group), index)], {group.name: reference}, generator)
-    effect = max(_distance(before, clamp), _scale(before) * 1e-6, 1e-12)
-    outgoing, error = _distance(run(kept), clamp) / effect, _distance(reset, clamp) / effect
-    leak = _distance(reset, run(kept)) / effect
+def _check_group(probe: _Probe, group: Group, batch_dim: int, count: int, tolerance: float) -> GroupCheck:
+    index = torch.randperm(group.size, generator=probe.generator)[:count].sort().values
+    before, _ = probe.run(probe.own)
+    clamp, seen = probe.run(probe.own, group, index)
+    moved = probe.operated(replace(group, views=()), index, scale=3.0)
+    frozen = _frozen_norms(probe.model, group, index, *probe.norm_outputs(group, index))
+    with frozen:
+        other, seen_other = probe.run(moved, group, index)
+    reset, _ = probe.run(probe.operated(group, index))
+    outgoing, _ = probe.run(probe.operated(replace(group, producers=(), norms=()), index))
+
+    floor = _FLOOR * max((float(t.abs().max()) for t in before if t.numel()), default=0.0)
+    effect = _distance(before, clamp)
+    if effect <= floor or not before:
+        return GroupCheck(group.name, INCONCLUSIVE, 0.0, "clamping these units does not change the outputs")
+    error = _distance(reset, clamp) / effect
+
+    def verdict(status: str, detail: str) -> GroupCheck:
+        return GroupCheck(group.name, status, error, detail)
+
+    if _distance(other, clamp) > tolerance * effect:
+        return verdict(WRONG, "the units reach the outputs past the claimed consumers")
+    stray, still = _columns_moved(group, index, seen, seen_other)
+    if stray:
+        return verdict(WRONG, f"drawn anew, the units move columns of {stray!r} that the plan does not claim")
+    if still:
+        return verdict(INCONCLUSIVE, f"drawn anew, the units do not move their columns of {still!r}")
+    if probe.other_examples_move(group, index, batch_dim):
+        return verdict(WRONG, "the examples lie on another axis of the views than the plan says")
     if error <= tolerance:
-        return GroupCheck(group.name, PASSED, error, f"a reset equals the clamp on {len(index)} units")
-    couples = any(norm.couples for norm in group.norms)
-    inexact = [c.approximate for c in group.consumers if c.approximate]
-    if leak > tolerance and not couples:
-        return GroupCheck(
-            group.name, WRONG, error, "the unit reaches the output past the claimed consumers, or takes others along"
-        )
-    if outgoing > tolerance and not inexact:
-        return GroupCheck(
-            group.name, WRONG, error, "the compensated reset differs from the clamp: wrong columns or wrong bias"
-        )
-    return GroupCheck(group.name, APPROXIMATE, error, "; ".join(group.approximate))
+        return verdict(PASSED, f"a reset equals the clamp on {len(index)} units")
+    if _distance(outgoing, clamp) > tolerance * effect and not any(c.approximate for c in group.consumers):
+        return verdict(WRONG, "the compensated reset differs from the clamp")
+    if not group.approximate:
+        return verdict(WRONG, "the reset differs from the clamp")
+    return verdict(APPROXIMATE, "; ".join(group.approximate))
+
+
+class _Probe:
+    """Runs a model on copies of its tensors, and records what the consumers of a group read."""
+
+    def __init__(self, model: nn.Module, example_inputs: Any, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self.args, self.kwargs = call_arguments(example_inputs)
+        copies: dict[int, Tensor] = {}
+        self.own = {
+            name: copies.setdefault(id(tensor), tensor.detach().clone()) for name, tensor in NamedTensors(model).items()
+        }
+        self._disturb_norms()
+        self.dtype: torch.dtype | None = torch.float64
+        try:
+            self.own = self._in_float64(self.own)
+            self.run(self.own)
+        except (RuntimeError, TypeError):  # a model that insists on a type of its own
+            self.dtype = None
+
+    def run(
+        self, tensors: Mapping[str, Tensor], group: Group | None = None, index: Tensor | None = None, inputs: Any = None
+    ) -> tuple[list[Tensor], Inputs]:
+        """The outputs, and what the consumers of ``group`` would have read, with its units clamped."""
+        seen: Inputs = {}
+
+        def see(number: int, consumer: str, source: Tensor) -> None:
+            seen[number, consumer] = source.clone()
+
+        context: Any = nullcontext()
+        if group is not None and index is not None:
+            context = clamped(self.model, group, index, _CLAMP, see)
+        args, kwargs = inputs if inputs is not None else (self.args, self.kwargs)
+        if self.dtype is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
+        # Gradients are on, as attention takes a fused path without them; the same noise in every run.
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        leaves = {n: t.detach().requires_grad_() if n in parameters else t.clone() for n, t in tensors.items()}
+        torch.manual_seed(self.seed)
+        with torch.enable_grad(), context:
+            output = functional_call(self.model, leaves, args, kwargs, tie_weights=False)
+        found = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        return [t.detach().double() for t in found], seen
+
+    def operated(self, group: Group, index: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        """Copies that went through the reset operator, with the clamp's value as the reference."""
+        copies: dict[int, Tensor] = {}
+        tensors = {name: copies.setdefault(id(tensor), tensor.clone()) for name, tensor in self.own.items()}
+        reference = torch.full((len(group.views), group.size), _CLAMP, dtype=torch.float64)
+        operate(tensors, [(group, index)], {group.name: reference}, self.generator)
+        if scale != 1.0:  # far from where the units were, so that they move
+            for producer in group.producers:
+                weight, where = producer.layout.row(tensors[producer.weight], producer.rows[index])
+                weight[where] *= scale
+        return tensors
+
+    def norm_outputs(self, group: Group, index: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the norms that couple the units return, and where the units stand in it."""
+        outputs: dict[str, Tensor] = {}
+        handles = []
+        for norm in group.norms:
+            if norm.couples and norm.entries.numel():
+
+                def keep(module: nn.Module, args: Any, output: Tensor, name: str = norm.module) -> None:
+                    outputs[name] = output.detach().clone()
+
+                handles.append(self.model.get_submodule(norm.module).register_forward_hook(keep))
+        try:
+            if handles:
+                self.run(self.own, group, index)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return outputs, {norm.module: norm.entries[index].flatten() for norm in group.norms}
+
+    def other_examples_move(self, group: Group, index: Tensor, batch_dim: int) -> bool:
+        """Whether changing the first example changes what a view says about another, though the outputs do not."""
+        sizes = [t.shape[batch_dim] for t in pytree.tree_leaves((self.args, self.kwargs)) if _has(t, batch_dim)]
+        examples = sizes[0] if sizes else 0
+        if examples < 2:
+            return False
+
+        def swap(tensor: Tensor) -> Tensor:
+            if not _has(tensor, batch_dim) or tensor.shape[batch_dim] != examples:
+                return tensor
+            order = [1, 1, *range(2, examples)]
+            return tensor.index_select(batch_dim, torch.tensor(order, device=tensor.device))
+
+        swapped = pytree.tree_map_only(Tensor, swap, (self.args, self.kwargs))
+        outputs, seen = self.run(self.own, group, index)
+        outputs_swapped, seen_swapped = self.run(self.own, group, index, swapped)
+        if not all(o.dim() and o.shape[0] == examples for o in outputs) or _distance(
+            [o[1:] for o in outputs], [o[1:] for o in outputs_swapped]
+        ) > 1e-6 * max(1.0, *(float(o.abs().max()) for o in outputs)):
+            return False  # the outputs say nothing about examples, or the model mixes them
+        for (number, consumer), source in seen.items():
+            reader = Reader(group.views[number], "signed")
+            one, two = reader(source, examples), reader(seen_swapped[number, consumer], examples)
+            if one.shape[0] == examples and float((one[1:] - two[1:]).abs().max()) > 1e-6 * float(
+                one.abs().max() + 1e-9
+            ):
+                return True
+        return False
+
+    def _in_float64(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies: dict[int, Tensor] = {}
+        return {name: copies.setdefault(id(tensor), self._cast(tensor)) for name, tensor in tensors.items()}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _disturb_norms(self) -> None:
+        """Entries away from 0 and 1, so that one that is wrongly reset, or not reset, shows."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, _NORMS):
+                for key in ("weight", "running_var", "bias", "running_mean"):
+                    tensor = self.own.get(f"{name}.{key}" if name else key)
+                    if tensor is not None:
+                        noise = torch.rand(tensor.shape, generator=self.generator).to(tensor)
+                        _ = tensor.mul_(0.5 + noise) if key in ("weight", "running_var") else tensor.add_(noise - 0.5)
 
 
 @contextmanager
-def clamped(model: nn.Module, group: Group, index: Tensor, value: float | Tensor) -> Iterator[None]:
-    """Within this context, all views of the given units are held at ``value`` (a number, or ``(views, size)``)."""
-    values = torch.as_tensor(value, dtype=torch.float64).expand(len(group.views), group.size)
+def _frozen_norms(
+    model: nn.Module, group: Group, index: Tensor, outputs: Mapping[str, Tensor], entries: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Norms that couple units return what they returned before, except for the units themselves."""
     handles = []
+    for name, before in outputs.items():
+        module = model.get_submodule(name)
+
+        def freeze(
+            module: nn.Module, args: Any, output: Tensor, before: Tensor = before, where: Tensor = entries[name]
+        ) -> Tensor:
+            shape = list(getattr(module, "normalized_shape", [])) or [before.shape[1]] + [1] * (before.dim() - 2)
+            own = torch.zeros(int(torch.tensor(shape).prod()), dtype=torch.bool)
+            own[where] = True
+            return torch.where(own.view(shape).to(output.device), output, before)
+
+        handles.append(module.register_forward_hook(freeze))
     try:
-        for view, level in zip(group.views, values, strict=True):
-            columns, levels = view.columns[index].flatten(), level[index].repeat_interleave(view.columns.shape[1])
-            for consumer in view.consumers:
-                module = model.get_submodule(consumer.site)
-                if "heads" in consumer.ports:
-                    handles.append(module.register_forward_hook(_clamp_attention(model, consumer, columns, levels)))
-                else:
-                    handles.append(
-                        module.register_forward_pre_hook(
-                            _clamp_input(view, consumer, columns, levels), with_kwargs=True
-                        )
-                    )
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _clamp_input(view: View, consumer: Consumer, columns: Tensor, levels: Tensor) -> Callable[..., Any]:
-    def clamp(source: Tensor) -> Tensor:
-        shape = [-1 if d == view.axis % source.dim() else 1 for d in range(source.dim())]
-        part = (
-            levels.to(source)
-            .view(shape)
-            .expand(*[len(columns) if s == -1 else n for s, n in zip(shape, source.shape, strict=True)])
-        )
-        return source.index_copy(view.axis, columns.to(source.device), part)
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return replace_arguments(consumer.ports, args, kwargs, clamp)
-
-    return hook
-
-
-def _clamp_attention(model: nn.Module, consumer: Consumer, columns: Tensor, levels: Tensor) -> Callable[..., Any]:
-    weights = NamedTensors(model, [consumer.weight])
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        features = attention_output(module, output[0])[:, columns.to(output[0].device)]  # (tokens, columns), time-major
-        weight = weights[consumer.weight][:, columns.to(output[0].device)]
-        change = (levels.to(features) - features) @ weight.t()
-        if output[0].dim() == 3:
-            batch_first = module.batch_first
-            length, batch = output[0].shape[1 if batch_first else 0], output[0].shape[0 if batch_first else 1]
-            change = change.view(length, batch, -1)
-            change = change.transpose(0, 1) if batch_first else change
-        return (output[0] + change, *output[1:])
-
-    return hook
+def _columns_moved(group: Group, index: Tensor, before: Inputs, after: Inputs) -> tuple[str | None, str | None]:
+    """A consumer of which unclaimed columns moved, and one of which no column of a unit did."""
+    coupled = any(norm.couples and not norm.entries.numel() for norm in group.norms)
+    stray = still = None
+    for (number, consumer), source in before.items():
+        view = group.views[number]
+        change = (after[number, consumer] - source).abs().movedim(view.axis, -1).flatten(0, -2).amax(0)
+        scale = 1e-7 * float(source.abs().max() + 1e-9)
+        claimed = torch.zeros(change.shape, dtype=torch.bool, device=change.device)
+        claimed[view.columns[index].flatten().to(change.device)] = True
+        if bool((change[~claimed] > scale).any()) and not coupled:
+            stray = consumer
+        per_unit = change[view.columns[index].to(change.device)].amax(1)
+        if not bool((per_unit > scale).any()):
+            still = consumer
+    return stray, still
 
 
-def _without_producers(group: Group) -> Group:
-    return Group(group.name, group.size, (), group.views)
+def _has(tensor: Any, dim: int) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dim() > dim
 
 
-def _runner(model: nn.Module, example_inputs: Any) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
-    else:
-        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-
-    def run(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        # Gradients are on: attention modules take a fused path without them.
-        leaves = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in tensors.items()}
-        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        leaves = {name: t.detach() if name in buffers else t for name, t in leaves.items()}
-        output = functional_call(model, leaves, args, kwargs, tie_weights=False)
-        return [t.detach().double() for t in _tensors_in(output)]
-
-    return run
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _distance(left: list[Tensor], right: list[Tensor]) -> float:
+def _distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return max((float((a - b).abs().max()) for a, b in zip(left, right, strict=True) if a.numel()), default=0.0)
-
-
-def _scale(outputs: list[Tensor]) -> float:
-    return max((float(t.abs().max()) for t in outputs if t.numel()), default=0.0)
 
 
 @contextmanager
@@ -247,7 +329,3 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _cuda_devices(tensors: Mapping[str, Tensor]) -> list[int]:
-    return sorted({t.device.index or 0 for t in tensors.values() if t.device.type == "cuda"})

@@ -227,9 +227,9 @@ class ContinualBackprop:
 
     def _score_outputs(self, direction: Direction) -> None:
         """Score the passes behind the outputs by the gradients of the outputs in each direction."""
-        passes = self._observer.passes
+        passes = [one for one in self._observer.passes if one]
         if not passes:
-            raise ObservationError(_NO_PASS)
+            raise ObservationError(_NO_PASS if self._tally.empty else _OBSERVED)
         gradients = self._gradients(direction, passes)
         first = next(gradients)
         behind = [number for number in range(len(passes)) if number in first]
@@ -295,6 +295,7 @@ class ContinualBackprop:
         if _was_skipped(optimizer):
             return
         if self._observer.active:
+            self._observer.drop_unfinished()
             self._use_passes()
             self._observer.clear()
             if self._tally.empty:
@@ -403,6 +404,7 @@ class ContinualBackprop:
         )
 
 
+_OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
 _NO_PASS = (
     "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
     "gradients enabled, after this "

@@ -17,5 +17,9 @@ class NonFiniteWarning(RuntimeWarning):
     """An observation held an infinity or a NaN. It was counted and left out of the statistics."""
 
 
+class ObservationWarning(UserWarning):
+    """Forward passes pile up that nothing observes."""
+
+
 class ResetWarning(UserWarning):
     """Something about a reset could not be done exactly, for instance optimizer state of an unknown shape."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-LINEAR, CONV, CONV_TRANSPOSE = "linear", "conv", "conv_transpose"
+LINEAR, LINEAR_TRANSPOSED, CONV, CONV_TRANSPOSE = "linear", "linear_transposed", "conv", "conv_transpose"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Layout:
     """How the weight of a layer is laid out.
 
     Attributes:
-        family: one of :data:`LINEAR`, :data:`CONV`, :data:`CONV_TRANSPOSE`.
+        family: one of :data:`LINEAR`, :data:`LINEAR_TRANSPOSED`, :data:`CONV`, :data:`CONV_TRANSPOSE`.
         groups: the number of blocks of a grouped convolution, 1 otherwise.
     """
 
@@ -34,7 +34,12 @@ class Layout:
         The result shares memory with ``tensor``: writing to it writes to the weight.
         """
         blocks = tensor.unflatten(0, (self.groups, -1))
-        return blocks.transpose(1, 2) if self.family == CONV_TRANSPOSE else blocks
+        return blocks.transpose(1, 2) if self.is_transposed else blocks
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight's first axis counts inputs."""
+        return self.family in (CONV_TRANSPOSE, LINEAR_TRANSPOSED)
 
     def row(self, tensor: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups,
@@ -55,6 +60,8 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout | None:
     """The layout of a layer that gxd can reset, or None."""
+    if is_transposed(module):
+        return Layout(LINEAR_TRANSPOSED)
     for kind, describe in _FAMILIES.items():
         if isinstance(module, kind):
             return describe(module)
@@ -66,7 +73,14 @@ def is_plain_call(module: nn.Module) -> bool:
 
     A subclass with a ``forward`` of its own may do anything before the weight is used.
     """
-    return any(type(module).forward is kind.forward for kind in _PLAIN)
+    if "forward" in vars(module):
+        return False
+    return is_transposed(module) or any(type(module).forward is kind.forward for kind in _PLAIN)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether this is the ``Conv1D`` of Hugging Face's GPT models, known by name so that nothing need be imported."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def default_bound(module: nn.Module, weight: Tensor) -> float:
@@ -90,14 +104,17 @@ _FAMILIES: dict[type[nn.Module], Callable[[nn.Module], Layout]] = {
 def sum_abs_rows(layout: Layout, weight: Tensor, rows: Tensor) -> Tensor:
     """Sum of absolute incoming weights of each row. Shape ``(n,)``."""
     view = layout.canonical(weight.detach())
-    return torch.linalg.vector_norm(view, 1, dim=list(range(2, view.dim()))).flatten()[rows]
+    return _of(view.abs().sum(list(range(2, view.dim()))).flatten(), rows)
 
 
 def sum_abs_columns(layout: Layout, weight: Tensor, columns: Tensor) -> Tensor:
     """Sum of absolute outgoing weights of each unit. ``columns`` is ``(n, k)``, the result ``(n,)``."""
     view = layout.canonical(weight.detach())
-    norms = torch.linalg.vector_norm(view, 1, dim=[1, *range(3, view.dim())]).flatten()
-    return norms[columns].sum(1)
+    return _of(view.abs().sum([1, *range(3, view.dim())]).flatten(), columns).sum(1)
+
+
+def _of(sums: Tensor, index: Tensor) -> Tensor:
+    return sums[index.to(sums.device)]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

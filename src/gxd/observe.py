@@ -7,31 +7,40 @@ those of training without taps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gxd.errors import ObservationError
+from gxd.errors import ObservationError, ObservationWarning
 from gxd.plan import UnitPlan, View
 
+MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
 
-@dataclass(eq=False)
+
 class Capture:
     """One view in one forward pass: the tensor its consumers read, and an alias for each of them."""
 
-    source: Tensor
-    aliases: list[Tensor] = field(default_factory=list)
-    loss_gradients: list[Tensor] = field(default_factory=list)
+    def __init__(self, source: Tensor) -> None:
+        self.source, self.version = source, source._version
+        self.aliases: list[Tensor] = []
+        self.loss_gradients: list[Tensor] = []
+
+    def values(self) -> Tensor:
+        """What the consumers read, detached."""
+        if self.source._version != self.version:
+            raise ObservationError(
+                "a tensor that holds hidden units was changed in place after a layer had read it, so their values are "
+                "lost: make that operation out of place, or leave the layer before it out of the plan (exclude=...)"
+            )
+        return self.source.detach()
 
     def loss_gradient(self) -> Tensor | None:
-        """The gradient of the loss by the view, once every consumer's part has arrived."""
-        if not self.loss_gradients or len(self.loss_gradients) < len(self.aliases):
-            return None
-        return sum_of(self.loss_gradients)
+        """The gradient of the loss by the view, through the consumers the loss depends on; None before it arrives."""
+        return sum_of(self.loss_gradients) if self.loss_gradients else None
 
 
 Pass = dict[int, Capture]  # view number -> capture
@@ -43,7 +52,7 @@ class Observer:
     Attributes:
         passes: one entry per forward pass since the last :meth:`clear`.
         active: captures only while True; the owner switches it off on steps that are not scored.
-        on_pass: called when a forward pass is over and another one begins, so that the owner may use up what it can.
+        on_pass: called when another forward pass begins, so that the owner may use up what it can of the last ones.
     """
 
     def __init__(self, model: nn.Module, plan: UnitPlan, loss_gradients: bool, on_pass: Callable[[], None]) -> None:
@@ -52,7 +61,12 @@ class Observer:
         self.loss_gradients = loss_gradients
         self.muted = False
         self.passes: list[Pass] = []
-        self.handles: list[RemovableHandle] = []
+        self.running = False  # inside a call of the model
+        self.over = False  # the last pass is complete
+        self.handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),
+            model.register_forward_hook(End(self, model)),
+        ]
         sites: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         views = [view for group in plan.groups for view in group.views]
         for number, view in enumerate(views):
@@ -62,22 +76,44 @@ class Observer:
                     numbers.append(number)
         for (site, ports), numbers in sites.items():
             module = model.get_submodule(site)
-            tap = Tap(self, module, tuple(numbers), ports)
             if "heads" in ports:
-                self.handles.append(module.register_forward_hook(tap.after))
+                self.handles.append(module.register_forward_hook(HeadsTap(self, module, tuple(numbers))))
             else:
+                tap = Tap(self, module, tuple(numbers), ports)
                 self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
+
+    def begin(self) -> None:
+        """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
+        if self.running:
+            self.passes.pop()
+        self.start()
+        self.running = True
+
+    def end(self) -> None:
+        self.running, self.over = False, True
+
+    def start(self) -> None:
+        if self.passes:
+            self.on_pass()
+        if len(self.passes) >= MOST_PASSES:
+            self.passes.pop(0)
+            warnings.warn(
+                f"{MOST_PASSES} training forward passes without observe() or optimizer.step(): the oldest are "
+                "forgotten. Run passes that are not trained on under torch.no_grad()",
+                ObservationWarning,
+                stacklevel=2,
+            )
+        self.passes.append({})
+        self.over = False
 
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
         """Note that the consumers of these views are about to read ``alias``, an alias of ``source``."""
         for number in numbers:
-            current = self.passes[-1] if self.passes else None
-            if current is None or (number in current and current[number].source is not source):
-                if current is not None:
-                    self.on_pass()
-                current = {}
-                self.passes.append(current)
-            capture = current.setdefault(number, Capture(source))
+            # A part of the model may be called by itself; then a view that is seen again tells that a new pass began.
+            known = self.passes[-1].get(number) if self.passes else None
+            if not self.passes or self.over or (known is not None and known.source is not source):
+                self.start()
+            capture = self.passes[-1].setdefault(number, Capture(source))
             capture.aliases.append(alias)
             if self.loss_gradients and alias.requires_grad:
                 alias.register_hook(lambda gradient, kept=capture.loss_gradients: self._keep(kept, gradient))
@@ -86,8 +122,15 @@ class Observer:
         if not self.muted:
             kept.append(gradient.detach())
 
+    def drop_unfinished(self) -> None:
+        """Forget a pass whose forward raised."""
+        if self.running:
+            self.passes.pop()
+            self.running = False
+
     def clear(self) -> None:
         self.passes = []
+        self.running = self.over = False
 
     def close(self) -> None:
         for handle in self.handles:
@@ -96,10 +139,65 @@ class Observer:
         self.clear()
 
 
-class Tap:
-    """The hook on one consumer. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another
-    model.
-    """
+class Hook:
+    """A hook on one module. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another model."""
+
+    def __init__(self, observer: Observer | None = None, module: nn.Module | None = None) -> None:
+        self.observer, self.module = observer, module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+        ):  # traced: by export, which must not see us, or by dynamo, which must stop here
+            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
+        return self.run(module, call)
+
+    def run(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
+        """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
+        not when a backward pass recomputes a checkpointed segment.
+        """
+        if (
+            self.observer is None
+            or not self.observer.active
+            or module is not self.module
+            or not module.training
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+        ):
+            return None
+        return self.act(self.observer, *call)
+
+    def act(self, observer: Observer, *call: Any) -> Any:
+        raise NotImplementedError
+
+
+@torch.compiler.disable
+def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> Any:
+    return hook.run(module, call)
+
+
+class Begin(Hook):
+    """The model is called."""
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        observer.begin()
+
+
+class End(Hook):
+    """The model has returned."""
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        observer.end()
+
+
+class Tap(Hook):
+    """A consumer is called: it reads an alias of its input from now on, and the alias is kept."""
 
     def __init__(
         self,
@@ -108,50 +206,33 @@ class Tap:
         numbers: tuple[int, ...] = (),
         ports: tuple[str, ...] = ("input",),
     ) -> None:
-        self.observer, self.module, self.numbers, self.ports = observer, module, numbers, ports
-        self.after = AttentionTap(self)
+        super().__init__(observer, module)
+        self.numbers, self.ports = numbers, ports
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
-        return Tap()
+    def act(self, observer: Observer, *call: Any) -> Any:
+        args, kwargs = call
+        return replace_arguments(self.ports, args, kwargs, lambda source: self.alias(observer, source))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Tap, ())
-
-    def sees(self, module: nn.Module) -> bool:
-        """Only training passes of the module itself count: not evaluation, not acting, not recomputation in a
-        backward pass.
-        """
-        return (
-            self.observer is not None
-            and self.observer.active
-            and module is self.module
-            and module.training
-            and torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1
-        )
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # traced: by export, which must not see us, or by dynamo, which must stop here
-            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, args, kwargs)
-        return self.tap(module, args, kwargs)
-
-    def tap(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.sees(module):
-            return None
-        return replace_arguments(self.ports, args, kwargs, self.alias)
-
-    def alias(self, source: Tensor) -> Tensor:
+    def alias(self, observer: Observer, source: Tensor) -> Tensor:
         # A detached input has no gradient of its own; a leaf in its place gives us one and changes nothing else.
         alias = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
-        self.observer.capture(self.numbers, source, alias)  # type: ignore[union-attr]
+        observer.capture(self.numbers, source, alias)
         return alias
 
 
-@torch.compiler.disable
-def _outside_the_graph(tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tap.tap(module, args, kwargs)
+class HeadsTap(Hook):
+    """``nn.MultiheadAttention`` uses the weight of ``out_proj`` without calling it: read its input off the graph."""
+
+    def __init__(
+        self, observer: Observer | None = None, module: nn.Module | None = None, numbers: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(observer, module)
+        self.numbers = numbers
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        _, output = call
+        source = attention_output(output[0])
+        observer.capture(self.numbers, source, source)
 
 
 _POSITION = {"input": 0, "query": 0, "key": 1, "value": 2}
@@ -165,60 +246,27 @@ def replace_arguments(
     positional, named = list(args), dict(kwargs)
     for port in ports:
         place = _POSITION[port]
-        source = positional[place] if place < len(positional) else named[port]
+        key = port
+        if place >= len(positional) and key not in named:
+            key = "x"  # the argument's name in the Conv1D of GPT models
+        source = positional[place] if place < len(positional) else named[key]
         if id(source) not in done:
             done[id(source)] = function(source)
         if place < len(positional):
             positional[place] = done[id(source)]
         else:
-            named[port] = done[id(source)]
+            named[key] = done[id(source)]
     return tuple(positional), named
 
 
-class AttentionTap:
-    """``nn.MultiheadAttention`` uses the weight of ``out_proj`` without calling it: read its input off the autograd
-    graph.
-    """
-
-    def __init__(self, tap: Tap) -> None:
-        self.tap = tap
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionTap:
-        return AttentionTap(Tap())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_inert_attention_tap, ())
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
-                _read_outside_the_graph(self, module, output)
-            return
-        self.read(module, output)
-
-    def read(self, module: nn.Module, output: Any) -> None:
-        if self.tap.sees(module):
-            source = attention_output(module, output[0])
-            self.tap.observer.capture(self.tap.numbers, source, source)  # type: ignore[union-attr]
-
-
-@torch.compiler.disable
-def _read_outside_the_graph(tap: AttentionTap, module: nn.Module, output: Any) -> None:
-    tap.read(module, output)
-
-
-def _inert_attention_tap() -> AttentionTap:
-    return AttentionTap(Tap())
-
-
-def attention_output(module: nn.Module, output: Tensor) -> Tensor:
+def attention_output(output: Tensor) -> Tensor:
     """The input of ``out_proj``, ``(tokens, features)``, of the attention module that returned ``output``."""
     node = output.grad_fn
     while node is not None and not node.name().startswith(("AddmmBackward", "MmBackward")):
         node = node.next_functions[0][0] if node.next_functions else None
     if node is None:
         raise ObservationError(
-            f"the heads of {type(module).__name__} cannot be seen inside a compiled or checkpointed "
+            "the heads of nn.MultiheadAttention cannot be seen inside a compiled or checkpointed "
             "region: leave them out with "
             "exclude='...', or use a module that calls torch.nn.functional.scaled_dot_product_attention "
             "and then a Linear"

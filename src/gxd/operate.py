@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd.errors import PlanError, ResetWarning
-from gxd.layers import CONV_TRANSPOSE, Layout, NamedTensors, unwrap
+from gxd.layers import Layout, NamedTensors, unwrap
 from gxd.plan import Consumer, Group, Producer, UnitPlan
 
 Selection = list[tuple[Group, Tensor]]
@@ -201,7 +201,7 @@ def _clear_weight(
     optimizer: Optimizer, weight: Tensor, layout: Layout, kind: str, index: Tensor, step_policy: str
 ) -> None:
     if layout.groups == 1:
-        first = (kind == "row") != (layout.family == CONV_TRANSPOSE)
+        first = (kind == "row") != layout.is_transposed
         _clear(optimizer, weight, 0 if first else 1, index, step_policy)
         return
     for state in _slice_shaped(optimizer, weight, step_policy):

@@ -158,11 +158,13 @@ class UnitPlan:
         groups: the groups of units that can be reset.
         skipped: the layers that will not be, each with its reason.
         shapes: name and shape of every tensor the plan touches, for checks against a model.
+        batch_dim: the axis of the model's inputs that counts examples.
     """
 
     groups: tuple[Group, ...]
     skipped: tuple[Skipped, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch_dim: int = 0
 
     def __getitem__(self, name: str) -> Group:
         for group in self.groups:

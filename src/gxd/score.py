@@ -123,6 +123,11 @@ def get_utility(name: str) -> Utility:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def _over_positions(effect: Tensor) -> Tensor:
+    """Sum the signed effect over positions: that is the effect of clamping the unit everywhere at once."""
+    return effect.squeeze(1) if effect.shape[1] == 1 else effect.sum(1)
+
+
 def _total(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0) if len(parts) > 1 else parts[0]
 
@@ -160,12 +165,12 @@ def loss_gradient(o: Observation) -> Tensor:
 @register_utility("gxi", gradient="target")
 def gxi(o: Observation) -> Tensor:
     """Gradient times input: E|sum over positions of h dz_y/dh|, the cost of a reset to zero."""
-    return _total([(v.h * v.g).sum(1) for v in o.views]).abs().mean(0)
+    return _total([_over_positions(v.h * v.g) for v in o.views]).abs().mean(0)
 
 
 def _gxd(o: Observation) -> Tensor:
     """E|sum over positions of (h - r) dz/dh|: the first-order cost of a reset, for the direction of logits in ``g``."""
-    return _total([((v.h - v.r) * v.g).sum(1) for v in o.views]).abs().mean(0)
+    return _total([_over_positions((v.h - v.r) * v.g) for v in o.views]).abs().mean(0)
 
 
 register_utility("gxd", gradient="target")(_gxd)

@@ -131,7 +131,7 @@ class Tally:
 
     def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
         dtype = self.statistics.dtype
-        h = {n: self.readers[n](c.source.detach(), examples).to(dtype) for n, c in one.items() if c.source.numel()}
+        h = {n: self.readers[n](c.values(), examples).to(dtype) for n, c in one.items() if c.source.numel()}
         blocks: list[Block] = []
         abreast: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
         for group, numbers in enumerate(self.views_of):

@@ -64,7 +64,7 @@ def find_units(
     if example_inputs is None:
         if not groups:
             raise ValueError("give example_inputs to trace the model, or hand-written groups")
-        plan = UnitPlan(())
+        plan = UnitPlan((), batch_dim=batch_dim)
     else:
         engine = Engine(model, _export(model, example_inputs), residual, batch_dim)
         engine.run()
@@ -73,11 +73,15 @@ def find_units(
     return plan.select(include, exclude, rates, init)
 
 
-def _export(model: nn.Module, example_inputs: Any) -> Any:
+def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the call that ``example_inputs`` stand for."""
     if isinstance(example_inputs, Mapping):
-        args, kwargs = (), dict(example_inputs)
-    else:
-        args, kwargs = (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+        return (), dict(example_inputs)
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def _export(model: nn.Module, example_inputs: Any) -> Any:
+    args, kwargs = call_arguments(example_inputs)
     try:
         with _as_found(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch.export has to say is not for the user of a plan
@@ -98,13 +102,24 @@ def _export(model: nn.Module, example_inputs: Any) -> Any:
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Trace in training mode (evaluation takes fused paths), and give back modes and random state as they were."""
     modes = [(module, module.training) for module in model.modules()]
+    # What the trace must not meet: a cumulative BatchNorm reads its counter, and a cache is no tensor.
+    changed: list[tuple[Any, str, Any]] = []
+    for module, _ in modes:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+            changed.append((module, "momentum", None))
+        if getattr(getattr(module, "config", None), "use_cache", False) is True:
+            changed.append((module.config, "use_cache", True))
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             for module, _ in modes:
                 module.training = True
+            for owner, name, _ in changed:
+                setattr(owner, name, 0.1 if name == "momentum" else False)
             yield
     finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
         for module, mode in modes:
             module.training = mode
 

@@ -21,7 +21,7 @@ def assemble(engine: Engine) -> UnitPlan:
     groups = _groups(engine)
     tensors = {**engine.parameters, **dict(engine.model.named_buffers(remove_duplicate=False))}
     shapes = {name: tuple(tensors[name].shape) for name in tensor_names(groups)}
-    return UnitPlan(tuple(groups), tuple(_skipped(engine, groups)), shapes)
+    return UnitPlan(tuple(groups), tuple(_skipped(engine, groups)), shapes, engine.batch_dim)
 
 
 def _groups(engine: Engine) -> list[Group]:

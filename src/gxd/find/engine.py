@@ -14,16 +14,25 @@ from torch.export.graph_signature import InputKind
 from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
 from gxd.layers import Layout
 
+MOST_ROWS = 4  # of one layer in one unit: two for a GLU, a few for a maxout
+
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
-_RULES: dict[str, Rule] = {}
+_RULES: dict[str, tuple[Rule, int | None]] = {}
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen ops, by name without overload (``linear``); the in-place variant comes along."""
+def rule(*names: str, carries: int | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for ATen ops, by name without overload (``linear``); the in-place variant comes along.
+
+    Args:
+        names: one or more names each, separated by blanks.
+        carries: how many of the op's leading tensors pass their units on. Units in any other operand (an index, a
+            computed norm weight) are blocked: they are read by something that is no layer. None: the rule sees to all.
+    """
 
     def add(function: Rule) -> Rule:
-        for name in names:
-            _RULES[name] = function
+        for name in " ".join(names).split():
+            _RULES[name] = function, carries
         return function
 
     return add
@@ -51,6 +60,7 @@ class LayerCall:
     running_mean: str | None = None
     approximate: str | None = None
     taps: float = 1.0
+    without_grad: bool = False
 
 
 @dataclass
@@ -91,49 +101,60 @@ class Engine:
         for name, parameter in self.parameters.items():
             self.aliases.setdefault(id(parameter), []).append(name)
         self.values: dict[fx.Node, Any] = {}
+        self.storages: dict[int, list[fx.Node]] = {}  # the nodes that lie in the same memory
+        self.inside: dict[fx.Node, list[fx.Node]] = {}  # node -> the placeholders it is bound to in nested graphs
+        self.noted: set[tuple[fx.Node, str]] = set()  # (node, parameter): uses that are part of a layer or norm call
+        self.without_grad = 0
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
 
     # --- the walk -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self.placeholder(node)
-            elif node.op == "call_function":
-                self.values[node] = self.call(node)
-            elif node.op == "output":
-                for value in flatten(self.fetch(node.args)):
-                    self.units.block(value.unit, "output layer: its values leave the model", override=True)
+        """Walk the graph, then settle what can only be known at its end."""
+        batched = [n for n in self.program.graph.nodes if n.op == "placeholder" and self.is_input(n)]
+        sizes = [f.shape[self.batch_dim] for n in batched if (f := n.meta["val"]).dim() > self.batch_dim]
+        self.batch_size = sizes[0] if sizes else None
+        self.walk(self.program.graph, {})
         self.refuse_repeated_calls()
+        self.refuse_shared_norms()
+        self.refuse_other_readers()
+        self.refuse_large_components()
         self.units.settle()
 
-    def refuse_repeated_calls(self) -> None:
-        """A row used twice in one forward makes two units of one weight, and a column reads two: neither can be reset
-        alone.
-        """
-        calls: dict[str, list[LayerCall]] = {}
-        for call in self.layers:
-            calls.setdefault(call.weight, []).append(call)
-        for repeated in calls.values():
-            rows = torch.cat([call.rows for call in repeated])
-            if len(rows.unique()) == len(rows):  # parts of a packed projection
-                continue
-            reason = f"called {len(repeated)} times in one forward"
-            for call in repeated:
-                self.refused[call.module] = reason
-                self.units.block(call.units, reason)
-                self.units.block(call.columns, f"read by '{call.module}', which is {reason}")
+    def walk(self, graph: fx.Graph, bound: dict[Any, Any]) -> Any:
+        """Label every node; ``bound`` holds the values of the placeholders of a nested graph."""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.note(node, bound[node] if node in bound else self.placeholder(node))
+            elif node.op == "call_function":
+                self.note(node, self.call(node))
+            elif node.op == "output":
+                values = self.fetch(node.args[0])
+                if not bound:
+                    for value in flatten(values):
+                        self.units.block(value.unit, "output layer: its values leave the model", override=True)
+                return values
+        return None
+
+    def note(self, node: fx.Node, value: Any) -> None:
+        self.values[node] = value
+        if isinstance(value, Value):
+            self.storages.setdefault(storage_of(node), []).append(node)
+
+    def is_input(self, node: fx.Node) -> bool:
+        spec = self.specs.get(node.name)
+        return spec is not None and spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor)
 
     def placeholder(self, node: fx.Node) -> Any:
         fake = node.meta.get("val")
         if not isinstance(fake, Tensor):
             return None
         spec = self.specs.get(node.name)
-        if spec is not None and spec.kind is InputKind.USER_INPUT:
+        if self.is_input(node):
             value = filled(fake.shape, FOREIGN)
-            if fake.dim() > self.batch_dim:
-                size = fake.shape[self.batch_dim]
-                index = torch.arange(size).view([-1 if d == self.batch_dim else 1 for d in range(fake.dim())])
+            if fake.dim() > self.batch_dim and fake.shape[self.batch_dim] == self.batch_size:
+                index = torch.arange(self.batch_size)
+                index = index.view([-1 if d == self.batch_dim else 1 for d in range(fake.dim())])
                 value = Value(value.unit, index.expand(fake.shape))
             return value
         value = filled(fake.shape, CONST)
@@ -151,35 +172,71 @@ class Engine:
         args, kwargs = self.fetch(node.args), self.fetch(node.kwargs)
         if node.target is operator.getitem:
             return args[0][args[1]] if isinstance(args[0], (list, tuple)) else None
+        if op_name(node) in _REGIONS:
+            return self.region(node)
         fake = node.meta.get("val")
-        if not isinstance(fake, (Tensor, list, tuple)):
-            for value in flatten((args, kwargs)):
-                if not _is_bookkeeping(node):
-                    self.units.block(value.unit, f"read by {op_name(node)}, which is not a layer")
+        if not _is_static(fake):
+            if not _is_bookkeeping(node):
+                self.block_all((args, kwargs), node)
             return None
         folded = self.fold_constants(node, args, kwargs)
         if folded is not None:
             return folded
         name = op_name(node)
-        handler = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
-        if (
-            handler is None
-            and isinstance(node.target, torch._ops.OpOverload)
-            and torch.Tag.pointwise in node.target.tags
-        ):
-            handler = _RULES["<pointwise>"]
-        result = (handler or unknown)(self, node, args, kwargs)
-        if name.endswith("_") and isinstance(result, Value) and args and isinstance(args[0], Value):
-            self.check_in_place(node, args[0], result)
+        handler, carries = _RULES.get(name) or _RULES.get(name.removesuffix("_")) or (unknown, None)
+        if handler is unknown and isinstance(node.target, torch._ops.OpOverload):
+            handler = _RULES["<pointwise>"][0] if torch.Tag.pointwise in node.target.tags else unknown
+        try:
+            result = handler(self, node, args, kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError):
+            # A rule that does not understand a call of its op must not take the user's program down.
+            result = unknown(self, node, args, kwargs)
+        if carries is not None:
+            self.block_all(list(flatten((args, kwargs)))[carries:], node)
+        self.written(node, result)
         return result
 
-    def check_in_place(self, node: fx.Node, before: Value, after: Value) -> None:
-        """The written tensor may be read again under its old name: units that have just entered it would be missed."""
-        if before.shape != after.shape:
+    def region(self, node: fx.Node) -> Any:
+        """A ``with torch.no_grad()`` or ``autocast`` block: walk the graph inside."""
+        body, attribute = next((i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        graph = self.program.graph_module.get_submodule(attribute.target).graph
+        inner = [n for n in graph.nodes if n.op == "placeholder"]
+        outer = node.args[body + 1 :]
+        for inside, outside in zip(inner, outer, strict=True):
+            if isinstance(outside, fx.Node):
+                self.inside.setdefault(outside, []).append(inside)
+        without_grad = op_name(node) == "wrap_with_set_grad_enabled" and node.args[0] is False
+        self.without_grad += without_grad
+        try:
+            values = {inside: self.fetch(outside) for inside, outside in zip(inner, outer, strict=True)}
+            return self.walk(graph, values or {None: None})
+        finally:
+            self.without_grad -= without_grad
+
+    def written(self, node: fx.Node, result: Any) -> None:
+        """After an in-place op: what else lies in the written memory is read later under its old name."""
+        if not isinstance(node.target, torch._ops.OpOverload):
             return
-        old, new = self.units.resolve(before.unit), self.units.resolve(after.unit)
-        entered = new[(new != old) & (new >= 0)]
-        self.units.block(entered, f"written in place into another tensor by {op_name(node)}")
+        schema = node.target._schema.arguments
+        targets = [a for a, s in zip(node.args, schema, strict=False) if s.alias_info and s.alias_info.is_write]
+        for target in targets:
+            if not isinstance(target, fx.Node) or not isinstance(self.values.get(target), Value):
+                continue
+            before = self.values[target]
+            after = result if isinstance(result, Value) and result.shape == before.shape else None
+            changed = after is None or not torch.equal(self.units.resolve(before.unit), self.units.resolve(after.unit))
+            for alias in self.storages.get(storage_of(target), []):
+                old = self.values[alias]
+                if after is not None and _geometry(alias) == _geometry(target):
+                    self.values[alias] = after
+                elif changed:
+                    reason = f"written in place ({op_name(node)}) into memory that other tensors share"
+                    self.block(old, reason)
+                    if after is not None:
+                        self.block(after, reason)
+                    self.values[alias] = filled(old.shape, FOREIGN, old.example)
+                else:
+                    self.values[alias] = Value(old.unit, old.example)
 
     def fold_constants(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute what does not depend on the input (index tensors), so that indexing by it can be followed."""
@@ -189,7 +246,7 @@ class Engine:
             return None
         if not isinstance(node.target, torch._ops.OpOverload) or op_name(node).endswith("_"):
             return None
-        if not values and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         real_args, real_kwargs = substitute((args, kwargs), lambda v: v.concrete)
         try:
@@ -200,6 +257,94 @@ class Engine:
             return None
         value = filled(fake.shape, CONST)
         return Value(value.unit, value.example, concrete=concrete)
+
+    # --- what is only known at the end --------------------------------------------------------------------------------
+
+    def refuse_repeated_calls(self) -> None:
+        """A row used twice makes two units of one weight, and a column reads two: neither can be reset alone."""
+        calls: dict[int, list[LayerCall]] = {}
+        for call in self.layers:
+            calls.setdefault(id(self.parameters[call.weight]), []).append(call)
+        for repeated in calls.values():
+            rows = torch.cat([call.rows for call in repeated])
+            if len(rows.unique()) < len(rows):  # else: parts of a packed projection
+                for call in repeated:
+                    self.refuse_call(call, f"called {len(repeated)} times in one forward", override=True)
+
+    def refuse_shared_norms(self) -> None:
+        """A norm that serves different units at different calls cannot forget one of them."""
+        calls: dict[str, list[NormCall]] = {}
+        for norm in self.norms:
+            calls.setdefault(norm.module, []).append(norm)
+        for module, several in calls.items():
+            if len(several) == 1 or not module:
+                continue
+            entries = [self.units.resolve(norm.entries) for norm in several]
+            if not all(torch.equal(entries[0], other) for other in entries[1:]):
+                for norm in several:
+                    self.units.block(norm.members, f"its norm '{module}' serves other units too")
+        shared = {norm.running_mean for several in calls.values() if len(several) > 1 for norm in several}
+        for call in self.layers:
+            if call.running_mean in shared:
+                call.running_mean, call.approximate = None, "no bias to take the mean"
+
+    def refuse_other_readers(self) -> None:
+        """A parameter that something else reads too cannot be written as if it were the layer's alone."""
+        for call in self.layers:
+            reader = self.other_reader(call.weight)
+            if reader is not None:
+                self.refuse_call(call, f"its weight is also read by {reader}")
+            if call.bias is None:
+                continue
+            reader = self.other_reader(call.bias)
+            if reader is not None:
+                reason = f"its bias is also read by {reader}"
+                self.units.block(call.units, reason)
+                call.bias, call.approximate = None, reason
+        for norm in self.norms:
+            names = filter(None, (norm.weight, norm.bias, norm.running_mean, norm.running_var))
+            reader = next((r for r in map(self.other_reader, names) if r is not None), None)
+            if reader is not None:
+                self.units.block(norm.members, f"a parameter of its norm '{norm.module}' is also read by {reader}")
+
+    def refuse_call(self, call: LayerCall, reason: str, override: bool = False) -> None:
+        if override or call.module not in self.refused:
+            self.refused[call.module] = reason
+        self.units.block(call.units, reason)
+        self.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
+
+    def refuse_large_components(self) -> None:
+        """Products can tie a whole layer into one unit (``h * h.roll(1, -1)``); that is no unit to be reset."""
+        for call in self.layers:
+            roots, counts = self.units.resolve(call.units).unique(return_counts=True)
+            tied = roots[counts > MOST_ROWS]
+            members = call.units[torch.isin(self.units.resolve(call.units), tied)]
+            self.units.block(members, f"products tie more than {MOST_ROWS} of its rows to one another")
+
+    def other_reader(self, name: str) -> str | None:
+        """What reads a parameter or buffer, besides the layer and norm calls that were noted; None if nothing does."""
+        tensor = self.parameters.get(name)
+        names = self.aliases[id(tensor)] if tensor is not None else [name]
+        if len({id(self.modules[self.owner(n)]) for n in names}) > 1:
+            return "the layer it is tied to"
+        pending = [n for n in self.values if n.op == "placeholder" and self.is_named(n, names)]
+        while pending:
+            node = pending.pop()
+            pending += self.inside.get(node, [])
+            for user in node.users:
+                value = self.values.get(user)
+                moved = value if isinstance(value, list) else [value]
+                if (user, name) in self.noted or any((user, n) in self.noted for n in names):
+                    continue
+                if all(isinstance(v, Value) and v.parameter in names for v in moved):
+                    pending.append(user)
+                elif op_name(user) not in (*_REGIONS, "output"):
+                    return op_name(user)
+        return None
+
+    def is_named(self, node: fx.Node, names: Sequence[str]) -> bool:
+        value = self.values[node]
+        return isinstance(value, Value) and value.parameter in names
 
     # --- help for the rules ---------------------------------------------------------------------------------------
 
@@ -215,6 +360,10 @@ class Engine:
 
     def block(self, value: Value, reason: str) -> None:
         self.units.block(value.unit, reason)
+
+    def block_all(self, args: Any, node: fx.Node) -> None:
+        for value in flatten(args):
+            self.block(value, f"read by {op_name(node)}, which is not a layer")
 
     def reduce(self, value: Value, dims: Iterable[int], reason: str) -> Value:
         """The labels common to all elements along ``dims`` (kept, with size 1). Units that are not common are
@@ -241,18 +390,16 @@ class Engine:
 
 def unknown(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """An op without a rule: the units that reach it cannot be followed."""
-    values = list(flatten((args, kwargs)))
-    for value in values:
-        engine.block(value, f"read by {op_name(node)}, which is not a layer")
-    return foreign(node, values)
+    engine.block_all((args, kwargs), node)
+    return foreign(node, flatten((args, kwargs)))
 
 
 def foreign(node: fx.Node, values: Iterable[Value] = ()) -> Any:
     """Results that carry no unit. The example axis is kept if an operand has one of the same size at the same place."""
-    fakes = node.meta["val"]
+    fakes, operands = node.meta["val"], list(values)
     if not isinstance(fakes, (list, tuple)):
-        return _foreign(fakes, list(values))
-    return [_foreign(fake, list(values)) if isinstance(fake, Tensor) else None for fake in fakes]
+        return _foreign(fakes, operands)
+    return [_foreign(fake, operands) if isinstance(fake, Tensor) else None for fake in fakes]
 
 
 def _foreign(fake: Tensor, values: Sequence[Value]) -> Value:
@@ -293,6 +440,23 @@ def substitute(args: Any, function: Callable[[Value], Any]) -> Any:
     if isinstance(args, dict):
         return {key: substitute(a, function) for key, a in args.items()}
     return args
+
+
+def storage_of(node: fx.Node) -> int:
+    """A number that is the same for all nodes that share memory."""
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    fake = node.meta["val"]
+    return fake.shape, fake.stride(), fake.storage_offset()
+
+
+def _is_static(fakes: Any) -> bool:
+    """Whether the results are tensors of known shapes; a boolean mask, for instance, gives one of unknown length."""
+    tensors = [fakes] if isinstance(fakes, Tensor) else fakes if isinstance(fakes, (list, tuple)) else []
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    return bool(tensors) and all(type(size) is int for t in tensors for size in t.shape)
 
 
 def _is_bookkeeping(node: fx.Node) -> bool:

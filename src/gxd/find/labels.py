@@ -67,6 +67,12 @@ def collapse(label: Tensor, dims: Sequence[int], ignore: int | None = CONST) -> 
     return low, mixed
 
 
+def agree(left: Tensor, right: Tensor) -> Tensor:
+    """The example labels of a result with two operands: whichever is known, unless they contradict each other."""
+    either = torch.where(left >= 0, left, right)
+    return either.masked_fill((left >= 0) & (right >= 0) & (left != right), UNKNOWN)
+
+
 class Units:
     """The units found so far: which are one and the same, and which cannot be reset."""
 
@@ -127,6 +133,3 @@ class Units:
         self.code = torch.where(self.code > 0, self.code, codes[self.root])
         flags = torch.zeros_like(self.code).scatter_reduce_(0, self.root, self.residual.long(), "amax")
         self.residual = flags[self.root].bool()
-
-    def reason(self, unit: int) -> str:
-        return self.reasons[int(self.code[unit]) - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def merge_by_hand(model: nn.Module, plan: UnitPlan, groups: Sequence[HandGroup])
     everything = (*kept, *written)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensors[name].shape) for name in tensor_names(everything)}
-    return UnitPlan(everything, skipped, shapes)
+    return replace(plan, groups=everything, skipped=skipped, shapes=shapes)
 
 
 def _build(model: nn.Module, hand: HandGroup) -> Group:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from gxd.find.engine import Engine, LayerCall, foreign, op_name, rule
 from gxd.find.labels import FOREIGN, Value, collapse
-from gxd.layers import CONV_TRANSPOSE, is_plain_call, layout_of
+from gxd.layers import CONV_TRANSPOSE, LINEAR_TRANSPOSED, is_plain_call, is_transposed, layout_of
 
 
 @rule("linear")
@@ -36,7 +36,17 @@ def conv_transpose(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[
     return _layer(engine, node, args, axis=-(rank + 1), padded=True, taps=taps)
 
 
-@rule("addmm", "addmv", "bilinear", "addbmm")
+@rule("addmm")
+def transposed_linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The ``Conv1D`` of the GPT family: a linear layer whose weight is ``(in, out)``."""
+    bias, value, weight = args[:3]
+    name = engine.owner(weight.parameter or "")
+    if weight.parameter in engine.parameters and name == engine.caller(node) and is_transposed(engine.modules[name]):
+        return _layer(engine, node, [value, weight, bias], axis=-1, padded=False, source=node.args[1])
+    return functional(engine, node, args)
+
+
+@rule("addmv", "bilinear", "addbmm")
 def unowned_product(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return functional(engine, node, args)
 
@@ -55,7 +65,9 @@ def functional(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
     return foreign(node, values)
 
 
-def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bool, taps: float = 1.0) -> Any:
+def _layer(
+    engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bool, taps: float = 1.0, source: Any = None
+) -> Any:
     value, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else None
     if weight.parameter is None or weight.parameter not in engine.parameters:
@@ -83,9 +95,11 @@ def _layer(engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bo
         axis=axis,
         batch_axis=0,
         fold="none",
-        source=node.args[0],  # type: ignore[arg-type]
+        source=source or node.args[0],  # type: ignore[arg-type]
     )
+    engine.noted |= {(node, v.parameter) for v in (weight, bias) if v is not None and v.parameter is not None}
     call.taps = taps
+    call.without_grad = engine.without_grad > 0
     if not call.ports:
         reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
         engine.units.block(call.columns, reason)
@@ -123,7 +137,7 @@ def _computed(engine: Engine, node: fx.Node, value: Value, weight: Value, bias: 
     reason = (
         "its weight is computed (a parametrization or a function of other tensors), there is no weight to draw again"
     )
-    engine.refused.setdefault(caller.partition(".parametrizations")[0], reason)
+    engine.refused.setdefault(caller.partition(".parametrizations")[0] or "(the model itself)", reason)
     for operand in (value, weight, bias):
         if isinstance(operand, Value):
             engine.block(operand, f"read by '{caller}', whose weight is computed")
@@ -189,12 +203,12 @@ def refusal(engine: Engine, call: LayerCall) -> str | None:
     """Why the weight of this call cannot be written, or None."""
     parameter = engine.parameters[call.weight]
     names = engine.aliases[id(parameter)]
-    if len(names) > 1:
-        if len({id(engine.modules[engine.owner(n)]) for n in names}) == 1:
-            return "shared module: it is registered under several names, and called several times"
+    if len({id(engine.modules[engine.owner(n)]) for n in names}) > 1:
         return f"tied weights: {' and '.join(repr(n) for n in names)} are one parameter"
     if not parameter.requires_grad:
         return "frozen: its weight does not require gradients"
+    if call.without_grad:
+        return "called under torch.no_grad(), where nothing can be observed"
     return None
 
 
@@ -208,8 +222,8 @@ def _consume(engine: Engine, call: LayerCall) -> None:
 def _produce(engine: Engine, call: LayerCall, weight: Value, bias: Value | None, node: fx.Node) -> None:
     assert weight.rows is not None
     call.rows = weight.rows.flatten(1)[:, 0]
-    if call.layout.family == CONV_TRANSPOSE:  # (in, out / groups, ...): rows are counted by the output channel
-        call.rows = torch.arange(node.meta["val"].shape[-(weight.unit.dim() - 1)])
+    if call.layout.family in (CONV_TRANSPOSE, LINEAR_TRANSPOSED):  # (in, out, ...): rows are output channels
+        call.rows = torch.arange(node.meta["val"].shape[call.axis])
     call.bias_rows = call.rows if bias is None or bias.rows is None else bias.rows
     reason = refusal(engine, call)
     if reason is not None:

@@ -8,105 +8,32 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, flatten, foreign, op_name, rule, substitute, unknown
-from gxd.find.labels import CONST, FOREIGN, Value
+from gxd.find.labels import CONST, UNKNOWN, Value
 
 
 @rule(
-    *(
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "t",
-        "numpy_T",
-    ),
-    *(
-        "mT",
-        "mH",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "adjoint",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "expand_as",
-    ),
-    *(
-        "broadcast_to",
-        "broadcast_tensors",
-        "select",
-        "slice",
-        "narrow",
-        "cat",
-        "concat",
-        "concatenate",
-        "stack",
-        "hstack",
-        "vstack",
-    ),
-    *(
-        "dstack",
-        "column_stack",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "chunk",
-        "unbind",
-        "unsafe_chunk",
-        "unsafe_split",
-    ),
-    *(
-        "unsafe_split_with_sizes",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "repeat",
-        "tile",
-        "repeat_interleave",
-        "roll",
-        "flip",
-        "rot90",
-    ),
-    *(
-        "unfold",
-        "im2col",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "native_channel_shuffle",
-        "index_select",
-    ),
-    *(
-        "diagonal",
-        "as_strided",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "fliplr",
-        "flipud",
-        "ravel",
-        "block_diag",
-        "tril",
-        "triu",
-    ),
+    """
+    view reshape _unsafe_view view_as reshape_as flatten unflatten permute transpose t numpy_T mT mH
+    movedim moveaxis swapaxes swapdims adjoint squeeze unsqueeze expand expand_as broadcast_to
+    broadcast_tensors select slice narrow cat concat concatenate stack hstack vstack dstack column_stack
+    split split_with_sizes tensor_split chunk unbind unsafe_chunk unsafe_split unsafe_split_with_sizes
+    hsplit vsplit dsplit repeat tile repeat_interleave roll flip rot90 unfold im2col pixel_shuffle
+    pixel_unshuffle channel_shuffle native_channel_shuffle index_select diagonal as_strided atleast_1d
+    atleast_2d atleast_3d fliplr flipud ravel block_diag tril triu
+    """,
 )
 def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run the op on the labels: what stands where afterwards is what the op says."""
     values = list(flatten((args, kwargs)))
-    unit = _execute(node, args, kwargs, "unit")
-    example = _execute(node, args, kwargs, "example")
+    for index in flatten(args[_INDEX[op_name(node)] : _INDEX[op_name(node)] + 1] if op_name(node) in _INDEX else []):
+        engine.block(index, f"read by {op_name(node)} as an index, which is not a layer")
+    unit = _execute(node, args, kwargs, "unit", CONST)
+    example = _execute(node, args, kwargs, "example", UNKNOWN)
     if unit is None or example is None:
         return unknown(engine, node, args, kwargs)
     parameter, rows = None, None
     if len(values) == 1 and values[0].rows is not None:
-        parameter, rows = values[0].parameter, _execute(node, args, kwargs, "rows")
+        parameter, rows = values[0].parameter, _execute(node, args, kwargs, "rows", 0)
     if isinstance(unit, Tensor):
         return Value(unit, example, parameter, rows)
     many_rows = rows if rows is not None else [None] * len(unit)
@@ -122,7 +49,7 @@ def pad(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     value: Value = args[0]
     unit = torch.ops.aten.constant_pad_nd(value.unit, args[1], CONST)
     # A padded row of the batch axis belongs to no example; other padding belongs to the example around it.
-    example = torch.ops.aten.constant_pad_nd(value.example, args[1], FOREIGN)
+    example = torch.ops.aten.constant_pad_nd(value.example, args[1], UNKNOWN)
     if any(args[1][: 2 * (value.unit.dim() - 1)]) and not any(args[1][2 * (value.unit.dim() - 1) :]):
         example = _first_along_padded(value, args[1], unit.shape)
     return Value(unit, example)
@@ -146,7 +73,7 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
         return move(engine, node, args, kwargs)
     dims = [d for d, i in enumerate(indices) if i is not None]
     known = [i for i in indices if i is not None]
-    if any(i.has_units() for i in known) or any(_is_mask(engine, node)):
+    if any(i.has_units() for i in known) or any(_is_mask(node)):
         return unknown(engine, node, args, kwargs)
     kept = engine.reduce(value, dims, f"selected by computed indices in {node.name}")
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -158,7 +85,7 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
     return Value(unit, example)
 
 
-def _is_mask(engine: Engine, node: fx.Node) -> list[bool]:
+def _is_mask(node: fx.Node) -> list[bool]:
     return [i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1]]  # type: ignore[union-attr]
 
 
@@ -167,7 +94,7 @@ def _respread(label: Tensor, dims: list[int], place: int, rank: int) -> Tensor:
     return label.reshape(*label.shape[:place], *[1] * rank, *label.shape[place:])
 
 
-@rule("gather", "take_along_dim")
+@rule("gather", "take_along_dim", carries=1)
 def gather(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Gathering along an axis keeps labels that are constant along it."""
     value, dim = args[0], args[1] if len(args) > 1 and isinstance(args[1], int) else args[2]
@@ -178,31 +105,12 @@ def gather(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
 
 
 @rule(
-    *(
-        "contiguous",
-        "clone",
-        "to",
-        "_to_copy",
-        "type_as",
-        "detach",
-        "detach_copy",
-        "alias",
-        "lift_fresh_copy",
-        "lift_fresh",
-    ),
-    *(
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "float",
-        "half",
-        "double",
-        "bfloat16",
-        "cpu",
-        "cuda",
-    ),
-    *("prelu", "_prelu_kernel", "rrelu", "rrelu_with_noise", "identity", "positive", "resolve_conj", "resolve_neg"),
+    """
+    contiguous clone to _to_copy type_as detach detach_copy alias lift_fresh_copy lift_fresh dropout
+    feature_dropout alpha_dropout feature_alpha_dropout float half double bfloat16 cpu cuda prelu
+    _prelu_kernel rrelu rrelu_with_noise identity positive resolve_conj resolve_neg
+    """,
+    carries=1,
 )
 def identity(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The labels of the first operand pass unchanged."""
@@ -215,33 +123,31 @@ def native_dropout(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[
     return [args[0], args[0]]
 
 
-def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str) -> Any:
+_INDEX = {"index": 1, "index_select": 2, "repeat_interleave": 1}  # the operand that says where, not what
+_VIEWS = {"view": torch.ops.aten.reshape.default, "_unsafe_view": torch.ops.aten.reshape.default}
+_SHIFT = 3  # labels are run shifted, so that what an op fills in (zeros) can be told from a unit
+
+
+def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str, filling: int) -> Any:
     """Run the node's op on one kind of label; None if it does not run or does not give the traced shape."""
+    place = _INDEX.get(op_name(node))
+    # Labels are often expanded, and cannot be viewed where the real tensor can.
+    function: Any = _VIEWS.get(op_name(node), node.target)
+    for dtype in (torch.int64, torch.float64):
 
-    def pick(value: Value) -> Any:
-        return value.concrete if value.concrete is not None else getattr(value, label)
+        def shifted(value: Value, dtype: torch.dtype = dtype) -> Tensor:
+            return (getattr(value, label) + _SHIFT).to(dtype)
 
-    labels, named = substitute((args, kwargs), pick)
-    first = labels[0]
-    if isinstance(first, Tensor):  # an in-place reshape must not reshape our label
-        labels[0] = first.view(first.shape)
-    result = None
-    try:
-        result = node.target(*labels, **named)  # type: ignore[operator]
-    except (RuntimeError, NotImplementedError, IndexError, TypeError):
-        doubles, named = substitute((args, kwargs), lambda v: _as_double(pick(v)))
+        labels = [substitute(a, (lambda v: v.concrete) if i == place else shifted) for i, a in enumerate(args)]
         try:
-            result = node.target(*doubles, **named)  # type: ignore[operator]
+            result = function(*labels, **substitute(kwargs, shifted))
         except (RuntimeError, NotImplementedError, IndexError, TypeError):
+            continue
+        fakes = node.meta["val"]
+        results = [result] if isinstance(result, Tensor) else list(result)
+        shapes = [fakes.shape] if isinstance(fakes, Tensor) else [f.shape for f in fakes]
+        if [r.shape for r in results] != shapes:
             return None
-    fakes = node.meta["val"]
-    results = [result] if isinstance(result, Tensor) else list(result)
-    shapes = [fakes.shape] if isinstance(fakes, Tensor) else [f.shape for f in fakes]
-    if [r.shape for r in results] != shapes:
-        return None
-    results = [r.long() for r in results]
-    return results[0] if isinstance(fakes, Tensor) else results
-
-
-def _as_double(label: Any) -> Any:
-    return label.double() if isinstance(label, Tensor) else label
+        results = [torch.where(r == 0, filling, r.long() - _SHIFT) for r in results]
+        return results[0] if isinstance(fakes, Tensor) else results
+    return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, op_name, rule
-from gxd.find.labels import CONST, FOREIGN, Value
+from gxd.find.labels import CONST, FOREIGN, Value, agree
 
 # Where a unit meets data that is no unit's: a product modulates the unit, any other op makes a mixture.
 _PRODUCTS = {
@@ -28,11 +28,11 @@ _PRODUCTS = {
 _SUMS = {"add", "sub", "subtract", "rsub", "lerp", "addcmul", "addcdiv", "logaddexp"}
 
 
-@rule("<pointwise>", "masked_fill", "where", "dropout_mask")
+@rule("<pointwise>", "masked_fill", "where")
 def pointwise(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Any op with the ATen tag ``pointwise``."""
     operands = [a for a in [*args, *kwargs.values()] if isinstance(a, Value)]
-    if op_name(node) in ("where",) and operands and not operands[0].has_units():
+    if op_name(node) == "where" and operands and not operands[0].has_units():
         operands = operands[1:]  # which branch is taken is no unit's business
     shape = node.meta["val"].shape
     merged: Value | None = None
@@ -56,13 +56,10 @@ def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
     """Two operands of a pointwise op, already of the same shape."""
     name = op_name(node).removesuffix("_")
     a, b = engine.units.resolve(left.unit), engine.units.resolve(right.unit)
-    if name in _SUMS:
-        a, b = _without_broadcast(engine, name, a, b)
+    a, b = _without_broadcast(engine, name, a, b)
+    modulates = name in _PRODUCTS
+    if not modulates:
         _meet_foreign(engine, node, a, b)
-    else:
-        a, b = _without_broadcast(engine, name, a, b)
-        if name not in _PRODUCTS and name != "glu":
-            _meet_foreign(engine, node, a, b)
     both = (a >= 0) & (b >= 0) & (a != b)
     if name in _SUMS:  # two gated expressions of one merged unit (a highway) are two writers all the same
         both |= (a == b) & engine.units.merged(a)
@@ -78,10 +75,10 @@ def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
             a = engine.units.resolve(a)
     foreign = (a == FOREIGN) | (b == FOREIGN)
     unit = torch.where(a >= 0, a, torch.where(b >= 0, b, torch.where(foreign, FOREIGN, CONST)))
-    if name in _SUMS or name not in _PRODUCTS | {"glu"}:
+    if not modulates:
         unit = unit.masked_fill(foreign, FOREIGN)
     unit = unit.masked_fill(blocked, FOREIGN)
-    return Value(unit, torch.where(left.example >= 0, left.example, right.example))
+    return Value(unit, agree(left.example, right.example))
 
 
 def _meet_foreign(engine: Engine, node: fx.Node, a: Tensor, b: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, rule, unknown
-from gxd.find.labels import FOREIGN, Value, filled
+from gxd.find.labels import FOREIGN, UNKNOWN, Value, agree, collapse, filled
 from gxd.find.rules.layers import functional
 
 _SCORES = "read by a product of activations (attention scores), which is not a layer"
@@ -28,7 +28,9 @@ def attention(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     if kwargs.get("enable_gqa") and unit.dim() > 2:
         repeats = shape[-3] // unit.shape[-3]
         unit, example = unit.repeat_interleave(repeats, -3), example.repeat_interleave(repeats, -3)
-    return Value(unit.expand(shape), example.expand(shape))
+    asked, unclear = collapse(query.example, [query.example.dim() - 1], ignore=None)
+    example = agree(asked.masked_fill(unclear, UNKNOWN).expand(shape), example.expand(shape))
+    return Value(unit.expand(shape), example)
 
 
 @rule("matmul", "bmm", "mm", "linalg_matmul", "__matmul__")
@@ -50,9 +52,9 @@ def _product(engine: Engine, node: fx.Node, left: Any, right: Any, spread: Any) 
     if sides[0].has_units() and sides[1].has_units():  # units against units: an outer product
         for side in sides:
             engine.block(side, _SCORES)
-        return filled(units[0].shape, FOREIGN, torch.where(examples[0] >= 0, examples[0], examples[1]))
+        return filled(units[0].shape, FOREIGN, agree(*examples))
     unit = torch.where(units[0] >= 0, units[0], torch.where(units[1] >= 0, units[1], FOREIGN))
-    return Value(unit, torch.where(examples[0] >= 0, examples[0], examples[1]))
+    return Value(unit, agree(*examples))
 
 
 @rule("einsum")
@@ -84,6 +86,6 @@ def _arrange(label: Tensor, term: str, output: str, shape: torch.Size) -> Tensor
 
 @rule("baddbmm")
 def baddbmm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if args[0].has_units():
+    if args[0].has_units() or bool((args[0].unit == FOREIGN).any()):
         return unknown(engine, node, args, kwargs)
     return matmul(engine, node, args[1:], kwargs)

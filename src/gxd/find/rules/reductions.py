@@ -11,35 +11,11 @@ from gxd.find.labels import Value
 
 
 @rule(
-    *(
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "prod",
-        "logsumexp",
-        "nansum",
-        "nanmean",
-        "var",
-        "std",
-        "norm",
-        "linalg_vector_norm",
-        "median",
-    ),
-    *(
-        "max",
-        "min",
-        "any",
-        "all",
-        "argmax",
-        "argmin",
-        "count_nonzero",
-        "nanmedian",
-        "mode",
-        "aminmax",
-        "var_mean",
-        "std_mean",
-    ),
+    """
+    sum mean amax amin prod logsumexp nansum nanmean var std norm linalg_vector_norm median max min any
+    all argmax argmin count_nonzero nanmedian mode aminmax var_mean std_mean
+    """,
+    carries=1,
 )
 def reduction(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Reduce along axes; results of several tensors (``max`` with indices) carry the same labels."""
@@ -58,19 +34,7 @@ def reduction(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     return spread(fakes) if isinstance(fakes, Tensor) else [spread(fake) for fake in fakes]
 
 
-@rule(
-    "softmax",
-    "log_softmax",
-    "_softmax",
-    "_log_softmax",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "sort",
-    "topk",
-    "cummax",
-    "cummin",
-)
+@rule("softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort topk cummax cummin", carries=1)
 def along(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Mix along one axis and keep it."""
     value = args[0]
@@ -99,28 +63,13 @@ def _pool(name: str) -> list[str]:
     *_pool("adaptive_max_pool"),
     *[f"max_pool{rank}d_with_indices" for rank in (1, 2, 3)],
     *[f"_adaptive_avg_pool{rank}d" for rank in (2, 3)],
-    *(
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-    ),
-    *(
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_trilinear3d",
-        "_upsample_nearest_exact1d",
-    ),
-    *(
-        "_upsample_nearest_exact2d",
-        "_upsample_nearest_exact3d",
-        "_upsample_bilinear2d_aa",
-        "grid_sampler",
-        "grid_sampler_2d",
-    ),
-    *("_upsample_bicubic2d_aa",),
+    """
+    fractional_max_pool2d fractional_max_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_bilinear2d_aa grid_sampler grid_sampler_2d _upsample_bicubic2d_aa
+    """,
+    carries=1,
 )
 def positions(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Pool or resize the positions of each channel: all axes from the third on, or the last of an unbatched tensor."""

@@ -1,0 +1,85 @@
+"""Hold units at a value: what a compensated reset amounts to, done to the activations instead of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gxd.layers import NamedTensors
+from gxd.observe import attention_output, replace_arguments
+from gxd.plan import Consumer, Group, View
+
+See = Callable[[int, str, Tensor], None]  # view number within the group, consumer, what the consumer would have read
+
+
+@contextmanager
+def clamped(
+    model: nn.Module, group: Group, index: Tensor, value: float | Tensor, see: See | None = None
+) -> Iterator[None]:
+    """Within this context, all views of the given units are held at a value.
+
+    Args:
+        model: the model the plan was made from.
+        group: one of the plan's groups.
+        index: the units.
+        value: a number, or ``(views, size)``.
+        see: called with what each consumer would have read otherwise.
+    """
+    values = torch.as_tensor(value, dtype=torch.float64).expand(len(group.views), group.size)
+    handles = []
+    try:
+        for number, (view, level) in enumerate(zip(group.views, values, strict=True)):
+            columns, levels = view.columns[index].flatten(), level[index].repeat_interleave(view.columns.shape[1])
+            for consumer in view.consumers:
+                module = model.get_submodule(consumer.site)
+                if "heads" in consumer.ports:
+                    hook = _clamp_heads(model, consumer, columns, levels, number, see)
+                    handles.append(module.register_forward_hook(hook))
+                else:
+                    hook = _clamp_input(view, consumer, columns, levels, number, see)
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _clamp_input(
+    view: View, consumer: Consumer, columns: Tensor, levels: Tensor, number: int, see: See | None
+) -> Callable[..., Any]:
+    def clamp(source: Tensor) -> Tensor:
+        if see is not None:
+            see(number, consumer.module, source.detach())
+        shape = [-1 if d == view.axis % source.dim() else 1 for d in range(source.dim())]
+        sizes = [len(columns) if s == -1 else n for s, n in zip(shape, source.shape, strict=True)]
+        return source.index_copy(view.axis, columns.to(source.device), levels.to(source).view(shape).expand(sizes))
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_arguments(consumer.ports, args, kwargs, clamp)
+
+    return hook
+
+
+def _clamp_heads(
+    model: nn.Module, consumer: Consumer, columns: Tensor, levels: Tensor, number: int, see: See | None
+) -> Callable[..., Any]:
+    """The output projection is linear: add what the clamp changes."""
+    weights = NamedTensors(model, [consumer.weight])
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        heads = attention_output(output[0])  # (tokens, features), time-major
+        if see is not None:
+            see(number, consumer.module, heads.detach())
+        where = columns.to(heads.device)
+        change = (levels.to(heads) - heads[:, where]) @ weights[consumer.weight][:, where].t()
+        if output[0].dim() == 3:
+            length, batch = output[0].shape[:2] if not module.batch_first else output[0].shape[1::-1]
+            change = change.view(length, batch, -1)
+            change = change.transpose(0, 1) if module.batch_first else change
+        return (output[0] + change, *output[1:])
+
+    return hook
