@@ -269,7 +269,7 @@ class Engine:
             rows = torch.cat([call.rows for call in repeated])
             if len(rows.unique()) < len(rows):  # else: parts of a packed projection
                 for call in repeated:
-                    self.refuse_call(call, f"called {len(repeated)} times in one forward", override=True)
+                    self.refuse_call(call, f"called {len(repeated)} times in one forward")
 
     def refuse_shared_norms(self) -> None:
         """A norm that serves different units at different calls cannot forget one of them."""
@@ -307,9 +307,8 @@ class Engine:
             if reader is not None:
                 self.units.block(norm.members, f"a parameter of its norm '{norm.module}' is also read by {reader}")
 
-    def refuse_call(self, call: LayerCall, reason: str, override: bool = False) -> None:
-        if override or call.module not in self.refused:
-            self.refused[call.module] = reason
+    def refuse_call(self, call: LayerCall, reason: str) -> None:
+        self.refused.setdefault(call.module, reason)
         self.units.block(call.units, reason)
         self.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
 
