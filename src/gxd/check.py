@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from gxd import expect
 from gxd.clamp import clamped
 from gxd.find import call_arguments, find_units
 from gxd.layers import NamedTensors, unwrap
@@ -27,6 +29,7 @@ from gxd.plan import Group, UnitPlan
 
 PASSED, APPROXIMATE, INCONCLUSIVE, WRONG = "passed", "approximate", "inconclusive", "wrong"
 _CLAMP = 0.37  # any value will do; not 0, which would hide a missing compensation
+_ATTEMPTS = 5  # a unit drawn anew may be silent on these inputs
 _FLOOR = 1e-9  # of the outputs' scale: smaller effects are rounding
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -62,15 +65,18 @@ class CheckReport:
         return all(group.status != WRONG for group in self.groups)
 
     def __getitem__(self, name: str) -> GroupCheck:
-        return next(group for group in self.groups if group.name == name)
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(f"no group {name!r} in the report; it has {', '.join(g.name for g in self.groups) or 'none'}")
 
     def __str__(self) -> str:
         if not self.groups:
             return "the plan has no group to check"
         width = max(len(group.name) for group in self.groups)
         lines = [f"{g.name.ljust(width)}  {g.status.ljust(12)}  error {g.error:.0e}  {g.detail}" for g in self.groups]
-        count = {s: sum(g.status == s for g in self.groups) for s in (PASSED, APPROXIMATE, INCONCLUSIVE, WRONG)}
-        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in count.items() if n)])
+        counts = {s: sum(g.status == s for g in self.groups) for s in (PASSED, APPROXIMATE, INCONCLUSIVE, WRONG)}
+        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in counts.items() if n)])
 
 
 def check(
@@ -99,8 +105,14 @@ def check(
         couples units, no bias to compensate in) and only that part differs; ``inconclusive``, where the units have no
         effect on the outputs; or ``wrong``: the plan does not describe this model.
     """
+    expect.module(model)
+    if not isinstance(units_per_group, int) or isinstance(units_per_group, bool) or units_per_group < 1:
+        raise ValueError(f"units_per_group={units_per_group!r} must be a whole number, 1 or more")
+    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance!r} must be a number, 0 or more")
     model = unwrap(model)
     plan = plan if plan is not None else find_units(model, example_inputs)
+    expect.plan(plan)
     tensors = NamedTensors(model)
     plan.validate(tensors)
     cuda = sorted({t.device.index or 0 for t in tensors.values() if t.device.type == "cuda"})
@@ -110,18 +122,19 @@ def check(
     return CheckReport(plan, tuple(checks))
 
 
-def _check_group(probe: _Probe, group: Group, batch_dim: int, count: int, tolerance: float) -> GroupCheck:
-    index = torch.randperm(group.size, generator=probe.generator)[:count].sort().values
+def _check_group(probe: _Probe, group: Group, batch_dim: int, units: int, tolerance: float) -> GroupCheck:
+    index = torch.randperm(group.size, generator=probe.generator)[:units].sort().values
     before, _ = probe.run(probe.own)
+    if not all(output.isfinite().all() for output in before):
+        return GroupCheck(group.name, INCONCLUSIVE, 0.0, "the outputs are not finite (NaN or inf): give real data")
     clamp, seen = probe.run(probe.own, group, index)
+    floor = _FLOOR * max((float(t.abs().max()) for t in before if t.numel()), default=0.0)
+    effect = _distance(before, clamp)
+    if not effect > floor:
+        return GroupCheck(group.name, INCONCLUSIVE, 0.0, "clamping these units does not change the outputs")
     other, stray, still = _draw_anew(probe, group, index, seen)
     reset, _ = probe.run(probe.operated(group, index))
     outgoing, _ = probe.run(probe.operated(replace(group, producers=(), norms=()), index))
-
-    floor = _FLOOR * max((float(t.abs().max()) for t in before if t.numel()), default=0.0)
-    effect = _distance(before, clamp)
-    if effect <= floor or not before:
-        return GroupCheck(group.name, INCONCLUSIVE, 0.0, "clamping these units does not change the outputs")
     error = _distance(reset, clamp) / effect
 
     def verdict(status: str, detail: str) -> GroupCheck:
@@ -144,19 +157,17 @@ def _check_group(probe: _Probe, group: Group, batch_dim: int, count: int, tolera
     return verdict(APPROXIMATE, "; ".join(group.approximate))
 
 
-def _draw_anew(
-    probe: _Probe, group: Group, index: Tensor, seen: Inputs
-) -> tuple[list[Tensor], str | None, str | None]:
+def _draw_anew(probe: _Probe, group: Group, index: Tensor, seen: Inputs) -> tuple[list[Tensor], str | None, str | None]:
     """The outputs with the units clamped but their producers drawn anew, and what moved (see :func:`_columns_moved`)."""
     outputs, entries = probe.norm_outputs(group, index)
-    for _ in range(5):  # a fresh unit may be silent on these inputs
+    for attempts in count(1):
         moved = probe.operated(replace(group, views=()), index, scale=3.0)
         with _frozen_norms(probe.model, outputs, entries):
             other, seen_other = probe.run(moved, group, index)
         stray, still = _columns_moved(group, index, seen, seen_other)
-        if still is None:
-            break
-    return other, stray, still
+        if still is None or attempts == _ATTEMPTS:
+            return other, stray, still
+    raise AssertionError
 
 
 class _Probe:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from gxd import expect
 from gxd.directions import Direction, direction_of
-from gxd.errors import NonFiniteWarning, ObservationError
+from gxd.errors import NonFiniteWarning, ObservationError, PlanError
 from gxd.find import find_units
 from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
@@ -55,8 +56,8 @@ class ContinualBackprop:
 
     Example::
 
-        cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x[:2], utility="gxd", replacement_rate=1e-4,
-        maturity=100) for x, y in stream:
+        cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x[:2], utility="gxd")
+        for x, y in stream:
             logits = model(x)
             loss = F.cross_entropy(logits, y)
             cbp.observe(logits, y)
@@ -83,16 +84,19 @@ class ContinualBackprop:
         process_group: Any = None,
     ) -> None:
         check_arguments(replacement_rate, maturity, decay, score_every, seed, positions, step_policy)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        expect.module(model)
+        expect.optimizer(optimizer, hooks=True)
+        expect.switch("compensate", compensate)
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self._utility: Utility = get_utility(utility)
         self.model, self.optimizer = unwrap(model), optimizer
         if (plan is None) == (example_inputs is None):
             raise ValueError(
                 "give either example_inputs (the model is traced) or plan (from gxd.find_units), not both or neither"
             )
+        if plan is not None:
+            expect.plan(plan)
         self.plan = plan if plan is not None else find_units(self.model, example_inputs)
         check_plan(self.plan, self.model, optimizer)
         self.replacement_rate, self.maturity, self.decay = replacement_rate, maturity, decay
@@ -235,9 +239,11 @@ class ContinualBackprop:
         behind = [number for number in range(len(passes)) if number in first]
         if not behind:
             raise ObservationError(
-                "observe() got an output that depends on no unit of the plan: pass the output of the observed model"
+                "observe() got an output that depends on no unit of the plan: it is of another model, of an evaluation "
+                "pass (call model.train()), or of a forward pass that was already observed (once each)"
             )
-        self._observer.passes = [p for number, p in enumerate(passes) if number not in first]
+        used = {id(passes[number]) for number in behind}  # a pass that has only just begun is empty, and stays
+        self._observer.passes = [p for p in self._observer.passes if id(p) not in used]
         renumbered = (
             {new: one[old] for new, old in enumerate(behind) if old in one} for one in chain([first], gradients)
         )
@@ -296,10 +302,12 @@ class ContinualBackprop:
             return
         if self._observer.active:
             self._observer.drop_unfinished()
+            seen = any(self._observer.passes)
             self._use_passes()
+            waiting = any(self._observer.passes)
             self._observer.clear()
             if self._tally.empty:
-                raise ObservationError(self._nothing_seen())
+                raise ObservationError(self._nothing_seen(seen, waiting))
             self._statistics.update(*self._tally.scores())
             self._tally.clear()
         self._statistics.step += 1
@@ -313,6 +321,12 @@ class ContinualBackprop:
 
     def _reset(self, due: Sequence[int]) -> None:
         self._follow_device()
+        replaced = self._tensors.replaced(self.model)
+        if replaced:
+            raise PlanError(
+                f"{', '.join(map(repr, replaced))} was replaced after this ContinualBackprop was made: a reset would "
+                "write to the old module, so nothing was reset. close() this one, and make another with a new plan"
+            )
         utilities = self._by_group(self._statistics.utilities())
         unseen = self._by_group(self._statistics.utility_weight == 0)
         eligible = self._by_group(self._statistics.ages() > self.maturity)
@@ -383,19 +397,29 @@ class ContinualBackprop:
         if count > self._warned:
             self._warned = count
             warnings.warn(
-                "a non-finite observation (inf or NaN in activations or gradients) was left out of the "
+                "a non-finite observation (inf or NaN in activations, gradients or scores) was left out of the "
                 f"statistics, {count} so far; "
                 "if it goes on, lower the learning rate or the replacement rate",
                 NonFiniteWarning,
                 stacklevel=2,
             )
 
-    def _nothing_seen(self) -> str:
+    def _nothing_seen(self, seen: bool, waiting: bool) -> str:
         if self._utility.needs_observe:
             return (
                 f"optimizer.step() without observe(): the utility {self._utility.name!r} needs "
                 "cbp.observe(logits, target) between the "
                 "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
+            )
+        if waiting:
+            return (
+                "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. "
+                "The parameters were updated, no unit was scored or reset"
+            )
+        if seen:
+            return (
+                "optimizer.step() after a forward pass of an empty batch: no example, no score. Skip such steps. The "
+                "parameters were updated, no unit was scored or reset"
             )
         return (
             "optimizer.step() without a training forward pass since the last step: call model.train(), "
@@ -408,7 +432,8 @@ _OBSERVED = "observe() was already called for this forward pass: call it once pe
 _NO_PASS = (
     "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
     "gradients enabled, after this "
-    "ContinualBackprop was made. A compiled model that ran before must be recompiled (torch.compiler.reset())"
+    "ContinualBackprop was made; and once per forward pass: this one may have been observed already. "
+    "A compiled model that ran before must be recompiled (torch.compiler.reset())"
 )
 
 

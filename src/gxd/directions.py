@@ -51,7 +51,12 @@ def direction_of(
         signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
         return Direction(logits, lambda: iter([signs.to(logits)]), logits.shape[0])
     if gradient == "all":
-        dim = 1 if target is None else _class_dim(logits, target)
+        if target is None and logits.dim() > 2:
+            raise ValueError(
+                f"observe(): logits of shape {tuple(logits.shape)} may have their classes on the second or on the last "
+                "axis: give the target, whose shape tells"
+            )
+        dim = 1 if target is None else _class_dim(logits, _checked_target(target))
         return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0])
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
@@ -66,16 +71,23 @@ def _check_output(output: Tensor, name: str) -> None:
         )
     if not output.is_floating_point():
         raise TypeError(f"observe(): {name} must be floating point, got {output.dtype}")
+    if output.dim() and not output.shape[0]:
+        raise ObservationError(f"observe(): the batch is empty, {name} has shape {tuple(output.shape)}: skip this step")
     if not output.requires_grad:
         raise ObservationError(
             f"observe(): {name} has no graph: it was computed under no_grad(), detached, or is not the model's output"
         )
 
 
-def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
-    """1 at the target class of every example (and position), or the class probabilities."""
+def _checked_target(target: Tensor) -> Tensor:
     if not isinstance(target, Tensor):
         raise TypeError(f"observe(): target must be a tensor, got {type(target).__name__}")
+    return target
+
+
+def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
+    """1 at the target class of every example (and position), or the class probabilities."""
+    _checked_target(target)
     if target.is_floating_point() and target.shape == logits.shape:
         return target.detach().to(logits.dtype)
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
@@ -83,6 +95,11 @@ def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
             f"observe(): target has dtype {target.dtype}, expected integer class indices (or probabilities "
             "of the logits' shape "
             f"{tuple(logits.shape)}); for regression use observe(score=...)"
+        )
+    if target.shape == logits.shape:
+        raise TypeError(
+            f"observe(): target of shape {tuple(target.shape)} and dtype {target.dtype} is neither class indices "
+            f"{(logits.shape[0], *logits.shape[2:])} nor probabilities, which are floating point: target.float()"
         )
     dim = _class_dim(logits, target)
     index = target.detach().long().unsqueeze(dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from gxd.errors import PlanError
 from gxd.init import Init
 from gxd.layers import NamedTensors
 from gxd.operate import STEP_POLICIES
-from gxd.plan import UnitPlan
+from gxd.plan import UnitPlan, tensor_names
 from gxd.score import Utility
 
 STATE_VERSION = 1
@@ -24,16 +25,16 @@ def check_arguments(
     rate: float, maturity: int, decay: float, score_every: int, seed: int, positions: str, step_policy: str
 ) -> None:
     """Raise ValueError for the first hyper-parameter out of range."""
-    if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
+    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 <= rate <= 1:
         raise ValueError(f"replacement_rate={rate!r} must be a number in [0, 1]; the paper uses 1e-5 to 1e-3")
-    if not isinstance(maturity, int) or isinstance(maturity, bool) or maturity < 0:
+    if not isinstance(maturity, Integral) or isinstance(maturity, bool) or maturity < 0:
         raise ValueError(f"maturity={maturity!r} must be a whole number of steps, 0 or more")
-    if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+    if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
         raise ValueError(f"decay={decay!r} must be a number in [0, 1); the paper uses 0.99")
-    if not isinstance(score_every, int) or isinstance(score_every, bool) or score_every < 1:
+    if not isinstance(score_every, Integral) or isinstance(score_every, bool) or score_every < 1:
         raise ValueError(f"score_every={score_every!r} must be a whole number of steps, 1 or more")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more")
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
     if positions not in POSITIONS:
         raise ValueError(f"positions={positions!r} is not one of {POSITIONS}")
     if step_policy not in STEP_POLICIES:
@@ -51,13 +52,11 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizer: Optimizer) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in plan.shapes if name in parameters and id(parameters[name]) not in trained]
     if missing:
-        groups = [
-            g.name for g in plan.groups if any(name.startswith(p.module + ".") for p in g.producers for name in missing)
-        ]
+        groups = [g.name for g in plan.groups if not set(missing).isdisjoint(tensor_names([g]))]
         raise PlanError(
             f"not in the optimizer: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Add them "
             "to the optimizer, or "
-            f"leave the groups out of the plan (exclude={groups[:3] or [g.name for g in plan.groups][:3]})"
+            f"leave the groups that use them out of the plan (exclude={groups})"
         )
     for name in plan.shapes:
         if hasattr(tensors[name], "device_mesh"):
@@ -66,6 +65,10 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_state(state: Mapping[str, Any], plan: UnitPlan, utility: Utility, own: Mapping[str, Any]) -> None:
     """Raise PlanError unless a saved state is whole, and of this plan and utility."""
+    if not isinstance(state, Mapping):
+        raise PlanError(
+            f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
+        )
     missing = [key for key in own if key not in state]
     if missing:
         raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
@@ -73,6 +76,8 @@ def check_state(state: Mapping[str, Any], plan: UnitPlan, utility: Utility, own:
         raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
     if state["utility"] != utility.name:
         raise PlanError(f"the saved statistics are of utility {state['utility']!r}, this one uses {utility.name!r}")
+    if not isinstance(state["groups"], Mapping):
+        raise PlanError(f"the saved state is damaged: groups is a {type(state['groups']).__name__}")
     if state["groups"] != own["groups"]:
         theirs, ours = dict(state["groups"]), dict(own["groups"])
         differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
@@ -83,11 +88,44 @@ def check_state(state: Mapping[str, Any], plan: UnitPlan, utility: Utility, own:
         )
     if state["fingerprint"] != own["fingerprint"]:
         raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
-    for key, value in own["statistics"].items():
-        if isinstance(value, Tensor) and state["statistics"][key].shape != value.shape:
-            raise PlanError(
-                f"the saved state is of another plan: {key} has shape {tuple(state['statistics'][key].shape)}"
-            )
+    _check_like(state, own, "state")
+    for part, like in (("mean", "mean"), ("score", "utility")):
+        if state["tally"][part] is not None:
+            _check_like(state["tally"][part], own["statistics"][like], f"tally.{part}")
+
+
+def _check_like(saved: Any, own: Any, path: str) -> None:
+    """Raise PlanError unless a part of a saved state is built like our own: keys, lengths, kinds and shapes."""
+    name = path.rpartition(".")[2]
+    if own is None or (saved is None and path in ("state.tally.mean", "state.tally.score")):
+        return  # nothing was observed between two steps
+    if isinstance(own, (int, float)):
+        fits = isinstance(saved, (int, float))
+    elif isinstance(own, Tensor):
+        fits = isinstance(saved, Tensor) and saved.shape == own.shape
+    else:
+        fits = isinstance(
+            saved, Mapping if isinstance(own, Mapping) else (list, tuple) if isinstance(own, list) else type(own)
+        )
+    if not fits:
+        what = f"has shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"is a {type(saved).__name__}"
+        raise PlanError(f"the saved state is damaged, or of another plan: {path} {what}")
+    if name == "last_resets":
+        if not all(isinstance(index, Tensor) for index in saved.values()):
+            raise PlanError(f"the saved state is damaged: {path} holds something else than tensors")
+    elif name == "young":
+        if not all(len(cohort) == 2 for cohort in saved):
+            raise PlanError(f"the saved state is damaged: {path}")
+    elif isinstance(own, Mapping):
+        for key, value in own.items():
+            if key not in saved:
+                raise PlanError(f"the saved state is damaged: {path}.{key} is missing")
+            _check_like(saved[key], value, f"{path}.{key}")
+    elif isinstance(own, list):
+        if len(saved) != len(own):
+            raise PlanError(f"the saved state is damaged: {path} has {len(saved)} entries, expected {len(own)}")
+        for index, value in enumerate(own):
+            _check_like(saved[index], value, f"{path}[{index}]")
 
 
 def with_inits(plan: UnitPlan, inits: Sequence[Sequence[Sequence[Any]]]) -> UnitPlan:

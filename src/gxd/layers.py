@@ -147,6 +147,12 @@ class NamedTensors(Mapping[str, Tensor]):
         tensor: Tensor = getattr(module, attribute)
         return tensor
 
+    def replaced(self, model: nn.Module) -> list[str]:
+        """The names of modules that are no longer where they were found: what is written to them has no effect."""
+        places = {name.rpartition(".")[0]: module for name, (module, _) in self.places.items()}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        return [path for path, module in places.items() if modules.get(path) is not module]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gxd import expect
 from gxd.errors import PlanError, ResetWarning
 from gxd.layers import Layout, NamedTensors, unwrap
-from gxd.plan import Consumer, Group, Producer, UnitPlan
+from gxd.plan import Consumer, Group, Producer, UnitPlan, tensor_names
 
 Selection = list[tuple[Group, Tensor]]
 STEP_POLICIES = ("keep", "reset")
@@ -52,12 +53,29 @@ def reset_units(
     """
     if step_policy not in STEP_POLICIES:
         raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
+    expect.module(model)
+    expect.plan(plan)
+    expect.switch("compensate", compensate)
+    expect.generator(generator)
+    for name, value in (("units", units), ("references", references)):
+        if not isinstance(value, Mapping) and (value is not None or name == "units"):
+            raise TypeError(f"{name} must be a dict, group name -> tensor, got {type(value).__name__}")
     model = unwrap(model)
     tensors = NamedTensors(model)
     plan.validate(tensors)
     selection = [(plan[name], _indices(plan[name], index)) for name, index in units.items()]
     selection = [(group, index) for group, index in selection if len(index)]
-    means = {group.name: _reference(group, references) for group, _ in selection}
+    for name in references or {}:
+        plan[name]
+    means = {group.name: _reference(group, index, references) for group, index in selection}
+    if optimizer is not None:
+        expect.optimizer(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        written = tensor_names([group for group, _ in selection])
+        if written and not any(id(tensors[name]) in trained for name in written):
+            raise PlanError(
+                f"the optimizer trains none of {', '.join(written[:3])} ...: give the optimizer of this model"
+            )
     operate(tensors, selection, means if compensate else {}, generator)
     if optimizer is not None:
         clear_optimizer_state(optimizer, tensors, selection, step_policy)
@@ -82,16 +100,18 @@ def reset_optimizer_state(
     """
     if step_policy not in STEP_POLICIES:
         raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
+    expect.optimizer(optimizer)
     if not any(p is parameter for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "reset_optimizer_state: the parameter is not one of the optimizer's; pass the tensor it was built with"
         )
-    if not -parameter.dim() <= dim < parameter.dim():
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -parameter.dim() <= dim < parameter.dim():
         raise ValueError(
-            f"reset_optimizer_state: dim={dim} is out of range for a parameter of shape {tuple(parameter.shape)}"
+            f"reset_optimizer_state: dim={dim!r} is not an axis of a parameter of shape {tuple(parameter.shape)}"
         )
     index = _checked(index, parameter.shape[dim], "reset_optimizer_state: index")
-    _clear(optimizer, parameter, dim % parameter.dim(), index, step_policy)
+    if len(index):
+        _clear(optimizer, parameter, dim % parameter.dim(), index, step_policy)
 
 
 # --- the operator
@@ -254,7 +274,12 @@ def _indices(group: Group, index: Tensor | list[int]) -> Tensor:
 
 
 def _checked(index: Tensor | list[int], size: int, what: str) -> Tensor:
-    given = torch.as_tensor(index)
+    try:
+        given = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{what}: indices must be integers or a bool mask, got {type(index).__name__}: {error}"
+        ) from error
     if given.dtype == torch.bool:
         if given.shape != (size,):
             raise ValueError(f"{what}: a mask must have shape ({size},), got {tuple(given.shape)}")
@@ -268,15 +293,25 @@ def _checked(index: Tensor | list[int], size: int, what: str) -> Tensor:
     return given.unique()
 
 
-def _reference(group: Group, references: Mapping[str, Tensor] | None) -> Tensor:
+def _reference(group: Group, index: Tensor, references: Mapping[str, Tensor] | None) -> Tensor:
     if references is None or group.name not in references:
         return torch.zeros(len(group.views), group.size)
-    reference = torch.as_tensor(references[group.name])
+    given = references[group.name]
+    try:
+        reference = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"references[{group.name!r}] must be a tensor, got {type(given).__name__}") from error
+    if not reference.is_floating_point():
+        reference = reference.float()
     if reference.shape == (group.size,):
         reference = reference.expand(len(group.views), -1)
     if reference.shape != (len(group.views), group.size):
         raise PlanError(
             f"references[{group.name!r}] has shape {tuple(reference.shape)}; it must be ({group.size},) or "
             f"({len(group.views)}, {group.size}), one row per view"
+        )
+    if not reference[:, index.to(reference.device)].isfinite().all():
+        raise PlanError(
+            f"references[{group.name!r}] must be finite for the units that are reset: it holds a NaN or inf"
         )
     return reference

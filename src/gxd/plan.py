@@ -201,15 +201,20 @@ class UnitPlan:
             unwanted = _matches(names, exclude, "exclude")
             skipped += [Skipped(g.name, "excluded by name") for g in kept if g.name in unwanted]
             kept = [g for g in kept if g.name not in unwanted]
+        if rates is not None and not isinstance(rates, Mapping):
+            raise TypeError(
+                f"rates={rates!r} must be a dict, group name or pattern -> rate; the common rate is replacement_rate"
+            )
         for pattern, rate in (rates or {}).items():
-            if not 0 <= rate <= 1:
-                raise ValueError(f"rate {rate!r} for {pattern!r} is not in [0, 1]")
-            hit = _matches(names, pattern, "rates")
+            if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate <= 1:
+                raise ValueError(f"rates: {rate!r} for {pattern!r} is not a number in [0, 1]")
+            hit = _matches([g.name for g in kept], pattern, "rates")
             kept = [replace(g, rate=float(rate)) if g.name in hit else g for g in kept]
         for pattern, function in (init or {}).items():
             hit = _matches(names, pattern, "init")
             kept = [_with_init(g, function) if g.name in hit else g for g in kept]
-        return replace(self, groups=tuple(kept), skipped=tuple(skipped))
+        shapes = {name: self.shapes[name] for name in tensor_names(kept) if name in self.shapes}
+        return replace(self, groups=tuple(kept), skipped=tuple(skipped), shapes=shapes)
 
     def fingerprint(self) -> str:
         """A digest of names, sizes and index tensors: two plans with the same one reset the same slices."""
@@ -301,7 +306,10 @@ def _with_init(group: Group, function: Callable[..., object]) -> Group:
 
 def _matches(names: Sequence[str], patterns: str | Sequence[str], argument: str) -> set[str]:
     found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    several = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(several, Iterable) or not all(isinstance(pattern, str) for pattern in several):
+        raise TypeError(f"{argument}={patterns!r} must be a pattern of group names, or a list of them")
+    for pattern in several:
         hits = fnmatch.filter(names, pattern) or [name for name in names if name == pattern]
         if not hits:
             raise PlanError(f"{argument}={pattern!r} matches no group; the groups are {', '.join(names) or 'none'}")

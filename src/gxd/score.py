@@ -95,10 +95,17 @@ def register_utility(
         def variance(o):
             return sum((v.h - v.r).square().mean((0, 1)) for v in o.views)
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"register_utility needs a name, a string, got a {type(name).__name__}: write "
+            "@gxd.register_utility('my_utility')"
+        )
     if gradient not in GRADIENTS:
         raise ValueError(f"gradient={gradient!r} is not one of {', '.join(map(repr, GRADIENTS))}")
 
     def add(function: Callable[[Observation], Tensor]) -> Callable[[Observation], Tensor]:
+        if not callable(function):
+            raise TypeError(f"utility {name!r} must be a function of an Observation, got {type(function).__name__}")
         _REGISTRY[name] = Utility(name, function, gradient)
         return function
 
@@ -112,9 +119,9 @@ def utilities() -> list[str]:
 
 def get_utility(name: str) -> Utility:
     """The utility of that name; the error of an unknown one names the nearest."""
-    if name not in _REGISTRY:
-        near = difflib.get_close_matches(str(name), _REGISTRY, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+    if not isinstance(name, str) or name not in _REGISTRY:
+        near = difflib.get_close_matches(name.lower(), _REGISTRY, n=2, cutoff=0.6) if isinstance(name, str) else []
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(f"unknown utility {name!r}.{hint} The registered ones are {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
 

@@ -79,11 +79,11 @@ class Tally:
         blocks = [block for number, one in enumerate(passes) for block in self._blocks(number, one, examples)]
         if not blocks:
             return
-        before = self.mean, list(self.mean_count)
+        before, ahead = (self.mean, list(self.mean_count)), self.statistics.ahead
         try:
             self._add(blocks, directions, examples)
         except BaseException:  # a utility that fails leaves nothing behind
-            self.mean, self.mean_count = before
+            (self.mean, self.mean_count), self.statistics.ahead = before, ahead
             raise
 
     def _add(self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None) -> None:
@@ -161,7 +161,9 @@ class Tally:
         if not isinstance(score, Tensor) or score.shape != (units,):
             shape = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
             raise ValueError(f"utility {self.utility.name!r} must return one score per unit, ({units},), got {shape}")
-        return score.to(self.statistics.device)
+        if score.is_complex():
+            raise TypeError(f"utility {self.utility.name!r} must return real scores, got {score.dtype}")
+        return score.to(self.statistics.utility)
 
     def _gradient(self, slot: list[int], h: Tensor, gradients: Mapping[int, Tensor], examples: int | None) -> Tensor:
         parts = []

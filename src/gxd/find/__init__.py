@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gxd import expect
 from gxd.errors import TraceError
 from gxd.find import rules  # noqa: F401  (registers the rules)
 from gxd.find.assemble import assemble
@@ -60,17 +61,38 @@ def find_units(
     """
     if residual not in ("skip", "group"):
         raise ValueError(f"residual={residual!r} is not 'skip' or 'group'")
+    expect.module(model)
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, HandGroup) for group in groups):
+        kind = type(
+            next((g for g in groups if not isinstance(g, HandGroup)), groups)
+            if isinstance(groups, (list, tuple))
+            else groups
+        )
+        raise TypeError(f"groups must be a list of gxd.hand_group(...), got {kind.__name__}")
     model = unwrap(model)
     if example_inputs is None:
         if not groups:
             raise ValueError("give example_inputs to trace the model, or hand-written groups")
         plan = UnitPlan((), batch_dim=batch_dim)
     else:
+        _check_batch(example_inputs, batch_dim)
         engine = Engine(model, _export(model, example_inputs), residual, batch_dim)
         engine.run()
         plan = assemble(engine)
     plan = merge_by_hand(model, plan, groups)
     return plan.select(include, exclude, rates, init)
+
+
+def _check_batch(example_inputs: Any, batch_dim: int) -> None:
+    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
+        raise ValueError(f"batch_dim={batch_dim!r} must be an axis of the inputs, 0 or more")
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
+    if tensors and all(tensor.dim() <= batch_dim for tensor in tensors) and batch_dim:
+        raise ValueError(
+            f"batch_dim={batch_dim!r} is no axis of any input: {[tuple(tensor.shape) for tensor in tensors]}"
+        )
+    if any(not tensor.numel() for tensor in tensors):
+        raise ValueError("example_inputs are empty: give a batch of two or more")
 
 
 def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

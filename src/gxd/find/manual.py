@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gxd.errors import PlanError
 from gxd.init import fit
-from gxd.layers import CONV, CONV_TRANSPOSE, Layout, default_bound, layout_of
+from gxd.layers import CONV, CONV_TRANSPOSE, Layout, NamedTensors, default_bound, layout_of
 from gxd.plan import Consumer, Group, Norm, Producer, UnitPlan, View, tensor_names
 
 _NORMS = (
@@ -39,7 +40,7 @@ def hand_group(
     consumers: str | Sequence[str],
     norms: str | Sequence[str] = (),
     *,
-    columns: Tensor | None = None,
+    columns: Tensor | Sequence[Sequence[int]] | None = None,
     batch_axis: int = 0,
 ) -> HandGroup:
     """Describe a group by hand: who writes the units, who reads them, and which norms stand in between.
@@ -56,7 +57,15 @@ def hand_group(
 
         plan = gxd.find_units(model, groups=[gxd.hand_group("conv1", consumers=["conv2"], norms=["bn1"])])
     """
-    return HandGroup(_names(producers), _names(consumers), _names(norms), columns, batch_axis)
+    if not isinstance(batch_axis, int) or isinstance(batch_axis, bool) or batch_axis < 0:
+        raise ValueError(f"hand_group: batch_axis={batch_axis!r} must be an axis of the consumers' input, 0 or more")
+    return HandGroup(
+        _names(producers, "producers"),
+        _names(consumers, "consumers"),
+        _names(norms, "norms"),
+        _index(columns),
+        batch_axis,
+    )
 
 
 def merge_by_hand(model: nn.Module, plan: UnitPlan, groups: Sequence[HandGroup]) -> UnitPlan:
@@ -64,20 +73,31 @@ def merge_by_hand(model: nn.Module, plan: UnitPlan, groups: Sequence[HandGroup])
     if not groups:
         return plan
     written = [_build(model, group) for group in groups]
+    names = [producer.module for group in written for producer in group.producers]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"hand-written groups: {name!r} is a producer twice; give one group with all its consumers")
     taken = {producer.module for group in written for producer in group.producers}
     kept = [g for g in plan.groups if not taken & {p.module for p in g.producers}]
     skipped = tuple(s for s in plan.skipped if s.name.partition("[")[0] not in taken)
     everything = (*kept, *written)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = NamedTensors(model)
     shapes = {name: tuple(tensors[name].shape) for name in tensor_names(everything)}
     return replace(plan, groups=everything, skipped=skipped, shapes=shapes)
 
 
 def _build(model: nn.Module, hand: HandGroup) -> Group:
-    modules = dict(model.named_modules())
+    if not hand.producers or not hand.consumers:
+        raise PlanError(
+            "hand-written group: it needs at least one producer and one consumer, got "
+            f"producers={list(hand.producers)}, consumers={list(hand.consumers)}"
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in (*hand.producers, *hand.consumers, *hand.norms):
         if name not in modules:
-            raise PlanError(f"hand-written group: the model has no module {name!r}")
+            near = difflib.get_close_matches(name, modules, n=3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; see model.named_modules()"
+            raise PlanError(f"hand-written group: the model has no module {name!r}{hint}")
     layouts = {name: _layout(name, modules[name]) for name in (*hand.producers, *hand.consumers)}
     sizes = {name: _rows(layouts[name], modules[name]) for name in hand.producers}
     size = next(iter(sizes.values()))
@@ -98,9 +118,20 @@ def _build(model: nn.Module, hand: HandGroup) -> Group:
 def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGroup) -> View:
     columns = _columns(layout, module)
     if hand.columns is not None:
-        index = hand.columns.long().view(size, -1)
-        if int(index.max()) >= columns or int(index.min()) < 0:
-            raise PlanError(f"hand-written group: columns go up to {int(index.max())}, but {name!r} has {columns}")
+        count = hand.columns.numel()
+        if not count or count % size:
+            raise PlanError(f"hand-written group: columns has {count} entries, no multiple of the {size} units")
+        index = hand.columns.view(size, -1)
+        outside = index[(index < 0) | (index >= columns)]
+        if len(outside):
+            raise PlanError(
+                f"hand-written group: columns has {int(outside[0])}, but those of {name!r} are 0 to {columns - 1}"
+            )
+        values, counts = index.unique(return_counts=True)
+        if len(values) < count:
+            raise PlanError(
+                f"hand-written group: columns has {int(values[counts > 1][0])} twice; a column belongs to one unit"
+            )
     elif columns % size:
         raise PlanError(
             f"hand-written group: {name!r} has {columns} columns, no multiple of the {size} units; give columns="
@@ -138,6 +169,13 @@ def _layout(name: str, module: nn.Module) -> Layout:
     layout = layout_of(module)
     if layout is None or isinstance(module, nn.MultiheadAttention):
         raise PlanError(f"hand-written group: {name!r} is a {type(module).__name__}, not a Linear or a convolution")
+    own = module._parameters.get("weight")
+    if own is None:
+        raise PlanError(f"hand-written group: the weight of {name!r} is computed (a parametrization), not a parameter")
+    if not own.requires_grad:
+        raise PlanError(
+            f"hand-written group: '{name}.weight' is frozen (requires_grad=False), and a reset would write it"
+        )
     return layout
 
 
@@ -168,5 +206,25 @@ def _bias(name: str, module: nn.Module) -> str | None:
     return f"{name}.bias" if getattr(module, "bias", None) is not None else None
 
 
-def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
+    several = (names,) if isinstance(names, str) else names
+    if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) for name in several):
+        raise TypeError(
+            f"hand_group: {argument} must be the name of a module, or a list of names, got {type(names).__name__}"
+        )
+    repeated = [name for name in several if several.count(name) > 1]
+    if repeated:
+        raise PlanError(f"hand_group: {argument} names {repeated[0]!r} twice")
+    return tuple(several)
+
+
+def _index(columns: Tensor | Sequence[Sequence[int]] | None) -> Tensor | None:
+    if columns is None:
+        return None
+    try:
+        index = torch.as_tensor(columns)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"hand_group: columns must be integers, (n, k), got {type(columns).__name__}") from error
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(f"hand_group: columns must be integers, (n, k), got {index.dtype}")
+    return index.long()
