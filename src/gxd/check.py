@@ -158,7 +158,7 @@ def _check_group(probe: _Probe, group: Group, batch_dim: int, units: int, tolera
 
 
 def _draw_anew(probe: _Probe, group: Group, index: Tensor, seen: Inputs) -> tuple[list[Tensor], str | None, str | None]:
-    """The outputs with the units clamped but their producers drawn anew, and what moved (see :func:`_columns_moved`)."""
+    """The outputs with the units clamped but their producers drawn anew, and what moved: :func:`_columns_moved`."""
     outputs, entries = probe.norm_outputs(group, index)
     for attempts in count(1):
         moved = probe.operated(replace(group, views=()), index, scale=3.0)

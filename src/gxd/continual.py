@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gxd import expect
 from gxd.directions import Direction, direction_of
-from gxd.errors import NonFiniteWarning, ObservationError, PlanError
+from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError
 from gxd.find import find_units
 from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
@@ -36,7 +36,8 @@ class ContinualBackprop:
 
     Args:
         model: any module the plan can be made from.
-        optimizer: the optimizer that trains it.
+        optimizer: the optimizer that trains it, or several (Muon for matrices, AdamW for the rest) in the order they
+            step in; resets follow the step of the last.
         example_inputs: as for :func:`gxd.find_units`; give this or ``plan``.
         plan: a plan made before.
         utility: one of :func:`gxd.utilities`.
@@ -50,7 +51,8 @@ class ContinualBackprop:
         positions: ``signed`` sums the effect of a unit over positions (space, tokens) before taking its absolute
             value; ``abs`` takes the absolute value at every position, as the paper seems to have done.
         step_policy: what becomes of Adam's ``step`` on a reset: ``keep`` or ``reset``.
-        scaler: a ``GradScaler``; only ``loss_gradient`` needs it, to undo the scale.
+        scaler: the ``GradScaler``, if there is one: a change of its scale tells that a step was skipped, so that the
+            skipped batch is forgotten, and ``loss_gradient`` needs it to undo the scale.
         process_group: of the processes that train together. Default: the default group if ``torch.distributed`` is
             initialised; False: none.
 
@@ -67,7 +69,7 @@ class ContinualBackprop:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
         plan: UnitPlan | None = None,
@@ -85,7 +87,11 @@ class ContinualBackprop:
     ) -> None:
         check_arguments(replacement_rate, maturity, decay, score_every, seed, positions, step_policy)
         expect.module(model)
-        expect.optimizer(optimizer, hooks=True)
+        self._optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        for one in self._optimizers:
+            expect.optimizer(one, hooks=True)
+        if not self._optimizers:
+            raise ValueError("optimizer is an empty list: give the optimizer that trains the model")
         expect.switch("compensate", compensate)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
@@ -98,7 +104,7 @@ class ContinualBackprop:
         if plan is not None:
             expect.plan(plan)
         self.plan = plan if plan is not None else find_units(self.model, example_inputs)
-        check_plan(self.plan, self.model, optimizer)
+        check_plan(self.plan, self.model, self._optimizers)
         self.replacement_rate, self.maturity, self.decay = replacement_rate, maturity, decay
         self.compensate, self.score_every, self.step_policy = compensate, score_every, step_policy
         self.scaler, self.process_group = scaler, process_group
@@ -109,14 +115,22 @@ class ContinualBackprop:
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
         self._schedules = [Schedule(g.size, self._rate(g), maturity) for g in self.plan.groups]
         self._generator = torch.Generator().manual_seed(seed)
+        self._agree_on_inits()
         self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._rank())
         reduce = self._reduce if self._group_of_processes() is not None else None
         self._tally = Tally(self.plan, self._tensors, self._utility, self._statistics, positions, self._noise, reduce)
         self._warned = 0
+        self._scale: float | None = None  # of the loss, when this step's first pass began
+        self._unseen: set[str] = set()
         self.last_resets: dict[str, Tensor] = {}
         self.total_resets = 0
         self._observer = Observer(self.model, self.plan, self._utility.gradient == "loss", self._use_passes)
-        self._hook: Any = optimizer.register_step_post_hook(self._after_step)
+        last = self._optimizers[-1]
+        self._depth = 0
+        self._hooks: list[Any] = [
+            last.register_step_pre_hook(self._before_step),
+            last.register_step_post_hook(self._after_step),
+        ]
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
@@ -136,7 +150,7 @@ class ContinualBackprop:
                 change counts (for regression or RL the prediction, the value, the log-probability). Its sum is
                 differentiated.
         """
-        if self._hook is None:
+        if not self._hooks:
             raise ObservationError("observe() after close(): this ContinualBackprop is detached; make a new one")
         if not self._utility.needs_observe or not self._observer.active:
             return
@@ -167,9 +181,10 @@ class ContinualBackprop:
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs, as tensors and plain values (safe to load with ``weights_only=True``).
 
-        Observations of the current step are included, so a checkpoint between micro-batches is exact; a forward pass
+        What the current step has observed is included, so a checkpoint between micro-batches is exact; a forward pass
         that was not observed yet is not.
         """
+        self._use_passes()
         return {
             "version": STATE_VERSION,
             "utility": self._utility.name,
@@ -210,9 +225,9 @@ class ContinualBackprop:
     def close(self) -> None:
         """Remove every hook. The model and the optimizer are as if this had never been attached."""
         self._observer.close()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def __enter__(self) -> ContinualBackprop:
         return self
@@ -236,18 +251,28 @@ class ContinualBackprop:
             raise ObservationError(_NO_PASS if self._tally.empty else _OBSERVED)
         gradients = self._gradients(direction, passes)
         first = next(gradients)
-        behind = [number for number in range(len(passes)) if number in first]
-        if not behind:
+        if not first:
+            for capture in (c for one in passes for c in one.values()):
+                capture.values()  # says so if it was changed in place
             raise ObservationError(
                 "observe() got an output that depends on no unit of the plan: it is of another model, of an evaluation "
                 "pass (call model.train()), or of a forward pass that was already observed (once each)"
             )
-        used = {id(passes[number]) for number in behind}  # a pass that has only just begun is empty, and stays
-        self._observer.passes = [p for p in self._observer.passes if id(p) not in used]
-        renumbered = (
-            {new: one[old] for new, old in enumerate(behind) if old in one} for one in chain([first], gradients)
-        )
-        self._tally.add([passes[number] for number in behind], renumbered, direction.examples)
+        # What belongs to the output: whole passes of the model, and of loose calls of its parts those it depends on.
+        whole = [number for number in first if passes[number].whole]
+        loose = Pass()
+        for number in first:
+            if not passes[number].whole:
+                loose.update({view: passes[number].pop(view) for view in first[number]})
+        used = {id(passes[number]) for number in whole}
+        self._observer.passes = [one for one in self._observer.passes if id(one) not in used]
+
+        def arranged(found: Gradients) -> Gradients:
+            parts = [found.get(number, {}) for number in whole]
+            return dict(enumerate([*parts, {v: g for n, p in found.items() if n not in whole for v, g in p.items()}]))
+
+        behind = [*(passes[number] for number in whole), loose]
+        self._tally.add(behind, map(arranged, chain([first], gradients)), direction.examples)
 
     def _gradients(self, direction: Direction, passes: Sequence[Pass]) -> Iterator[Gradients]:
         """The gradients by all captured views, for one cotangent after the other."""
@@ -277,6 +302,7 @@ class ContinualBackprop:
         """Score the passes that have all they need: at once for local utilities, after the backward pass for
         ``loss``.
         """
+        self._forget_skipped_step()
         if self._utility.needs_observe:
             return
         ready: list[Pass] = []
@@ -296,9 +322,19 @@ class ContinualBackprop:
 
     # --- select -> operate --------------------------------------------------------------------------------------------
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:  # an optimizer whose step calls its parent's: the outer one counts
+            return
+        self._depth = 0
+        self._scale = None
         if _was_skipped(optimizer):
+            self._tally.clear()
+            self._observer.clear()
             return
         if self._observer.active:
             self._observer.drop_unfinished()
@@ -321,7 +357,7 @@ class ContinualBackprop:
 
     def _reset(self, due: Sequence[int]) -> None:
         self._follow_device()
-        replaced = self._tensors.replaced(self.model)
+        replaced = self._tensors.replaced()
         if replaced:
             raise PlanError(
                 f"{', '.join(map(repr, replaced))} was replaced after this ContinualBackprop was made: a reset would "
@@ -332,12 +368,15 @@ class ContinualBackprop:
         eligible = self._by_group(self._statistics.ages() > self.maturity)
         selection = []
         for group, count in zip(self.plan.groups, due, strict=True):
-            if count:
+            if count and bool(unseen[group.name].all()):
+                self._warn_of_unseen(group)
+            elif count:
                 utility = utilities[group.name].masked_fill(unseen[group.name], math.inf)
                 index = self._agree(lowest(utility, eligible[group.name], count))
                 selection.append((group, index.cpu()))
         operate(self._tensors, selection, self._references() if self.compensate else {}, self._generator)
-        clear_optimizer_state(self.optimizer, self._tensors, selection, self.step_policy)
+        for optimizer in self._optimizers:
+            clear_optimizer_state(optimizer, self._tensors, selection, self.step_policy)
         numbers = {group.name: number for number, group in enumerate(self.plan.groups)}
         for group, index in selection:
             self._statistics.forget(numbers[group.name], self._tally.views_of[numbers[group.name]], index)
@@ -385,12 +424,46 @@ class ContinualBackprop:
         dist.all_reduce(sums, group=self._group_of_processes())
         return sums
 
+    def _agree_on_inits(self) -> None:
+        """Fresh weights must be the same everywhere, also if the processes started from different weights."""
+        group = self._group_of_processes()
+        if group is None:
+            return
+        inits = [p.init for g in self.plan.groups for p in g.producers]
+        kinds = ["uniform", "normal", "function"]
+        values = torch.tensor([[kinds.index(i.kind), i.scale] for i in inits], dtype=torch.float64)
+        values = values.to(self._statistics.device)
+        dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+        pairs = iter([(kinds[int(kind)], scale) for kind, scale in values.tolist()])
+        self.plan = with_inits(self.plan, [[next(pairs) for _ in g.producers] for g in self.plan.groups])
+
     def _agree(self, index: Tensor) -> Tensor:
         """All processes reset what the first one selected."""
         group = self._group_of_processes()
         if group is not None:
             dist.broadcast(index, src=dist.get_global_rank(group, 0), group=group)
         return index
+
+    def _forget_skipped_step(self) -> None:
+        """A pass begins. A scale that has changed since this step's first pass tells that its step was skipped."""
+        self._depth = 0
+        if self.scaler is None:
+            return
+        scale = float(self.scaler.get_scale())
+        if self._scale is not None and scale != self._scale:
+            self._tally.clear()
+            self._observer.passes = []
+        self._scale = scale
+
+    def _warn_of_unseen(self, group: Group) -> None:
+        if group.name not in self._unseen:
+            self._unseen.add(group.name)
+            warnings.warn(
+                f"no forward pass has shown the units of {group.name!r} so far (a branch that never runs, or a region "
+                "checkpointed with use_reentrant=True): they are not reset. Leave the group out with exclude=...",
+                ObservationWarning,
+                stacklevel=2,
+            )
 
     def _warn_of_nonfinite(self) -> None:
         count = self.nonfinite_observations

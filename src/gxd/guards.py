@@ -41,14 +41,14 @@ def check_arguments(
         raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
 
 
-def check_plan(plan: UnitPlan, model: nn.Module, optimizer: Optimizer) -> None:
+def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise PlanError unless the plan has units, and the model and the optimizer have all it names."""
     tensors = NamedTensors(model)
     plan.validate(tensors)
     if not plan.groups:
         reasons = "\n".join(f"  {entry.name}: {entry.reason}" for entry in plan.skipped)
         raise PlanError(f"the plan has no unit to reset. Not reset:\n{reasons or '  (no layer was found)'}")
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in plan.shapes if name in parameters and id(parameters[name]) not in trained]
     if missing:

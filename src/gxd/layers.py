@@ -137,27 +137,34 @@ class NamedTensors(Mapping[str, Tensor]):
         if names is None:
             named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
             names = [name for name, _ in named]
+        self.model = model
         self.places: dict[str, tuple[nn.Module, str]] = {}
+        self.modules: dict[str, nn.Module] = {}
         for name in names:
             path, _, attribute = name.rpartition(".")
-            self.places[name] = (model.get_submodule(path), attribute)
+            self.modules[path] = model.get_submodule(path)
+            self.places[name] = (self.modules[path], attribute)
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self.places[name]
         tensor: Tensor = getattr(module, attribute)
         return tensor
 
-    def replaced(self, model: nn.Module) -> list[str]:
+    def replaced(self) -> list[str]:
         """The names of modules that are no longer where they were found: what is written to them has no effect."""
-        places = {name.rpartition(".")[0]: module for name, (module, _) in self.places.items()}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        return [path for path, module in places.items() if modules.get(path) is not module]
+        return [path for path, module in self.modules.items() if _at(self.model, path) is not module]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def _at(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in path.split(".") if path else []:
+        module = module._modules.get(name) if module is not None else None
+    return module
 
 
 def state_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

@@ -43,7 +43,12 @@ class Capture:
         return sum_of(self.loss_gradients) if self.loss_gradients else None
 
 
-Pass = dict[int, Capture]  # view number -> capture
+class Pass(dict[int, Capture]):
+    """The captures of one forward pass, by view number. ``whole``: of a call of the model itself, not of its parts."""
+
+    def __init__(self, captures: dict[int, Capture] | None = None, whole: bool = False) -> None:
+        super().__init__(captures or {})
+        self.whole = whole
 
 
 class Observer:
@@ -52,7 +57,7 @@ class Observer:
     Attributes:
         passes: one entry per forward pass since the last :meth:`clear`.
         active: captures only while True; the owner switches it off on steps that are not scored.
-        on_pass: called when another forward pass begins, so that the owner may use up what it can of the last ones.
+        on_pass: called when a forward pass begins, so that the owner may use up what it can of the last ones.
     """
 
     def __init__(self, model: nn.Module, plan: UnitPlan, loss_gradients: bool, on_pass: Callable[[], None]) -> None:
@@ -86,15 +91,14 @@ class Observer:
         """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
         if self.running:
             self.passes.pop()
-        self.start()
+        self.start(whole=True)
         self.running = True
 
     def end(self) -> None:
         self.running, self.over = False, True
 
-    def start(self) -> None:
-        if self.passes:
-            self.on_pass()
+    def start(self, whole: bool) -> None:
+        self.on_pass()
         if len(self.passes) >= MOST_PASSES:
             self.passes.pop(0)
             warnings.warn(
@@ -103,7 +107,7 @@ class Observer:
                 ObservationWarning,
                 stacklevel=2,
             )
-        self.passes.append({})
+        self.passes.append(Pass(whole=whole))
         self.over = False
 
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
@@ -112,7 +116,7 @@ class Observer:
             # A part of the model may be called by itself; then a view that is seen again tells that a new pass began.
             known = self.passes[-1].get(number) if self.passes else None
             if not self.passes or self.over or (known is not None and known.source is not source):
-                self.start()
+                self.start(whole=False)
             capture = self.passes[-1].setdefault(number, Capture(source))
             capture.aliases.append(alias)
             if self.loss_gradients and alias.requires_grad:

@@ -220,12 +220,12 @@ def clear_optimizer_state(
 def _clear_weight(
     optimizer: Optimizer, weight: Tensor, layout: Layout, kind: str, index: Tensor, step_policy: str
 ) -> None:
-    if layout.groups == 1:
-        first = (kind == "row") != layout.is_transposed
+    first = (kind == "row") != layout.is_transposed
+    if layout.groups == 1 or (first and kind == "row"):
         _clear(optimizer, weight, 0 if first else 1, index, step_policy)
         return
     for state in _slice_shaped(optimizer, weight, step_policy):
-        if state.shape == weight.shape:
+        if state.shape[:2] == weight.shape[:2]:
             view, where = layout.row(state, index) if kind == "row" else layout.column(state, index)
             view[where] = 0.0
 

@@ -138,7 +138,7 @@ class Group:
     def approximate(self) -> tuple[str, ...]:
         """Why a compensated reset of these units only approximates the clamp. Empty: it is exact."""
         reasons = [f"{c.module}: {c.approximate}" for c in self.consumers if c.approximate]
-        reasons += [f"{n.module} couples units" for n in self.norms if n.couples]
+        reasons += [f"{n.module or 'a functional norm'} couples units" for n in self.norms if n.couples]
         return tuple(dict.fromkeys(reasons))
 
 
@@ -289,7 +289,7 @@ def _describe(group: Group) -> tuple[str, ...]:
         group.name,
         str(group.size) + ("" if group.rate is None else f" @ {group.rate:g}"),
         producers,
-        ", ".join(n.module for n in group.norms) or "-",
+        ", ".join(n.module or "norm" for n in group.norms) or "-",
         ", ".join(dict.fromkeys(consumers)),
         "+".join(kinds) + approximate,
     )
