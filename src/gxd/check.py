@@ -140,7 +140,7 @@ def _check_group(probe: _Probe, group: Group, batch_dim: int, units: int, tolera
     def verdict(status: str, detail: str) -> GroupCheck:
         return GroupCheck(group.name, status, error, detail)
 
-    if _distance(other, clamp) > tolerance * effect:
+    if _distance(other, clamp) > tolerance * effect and not _is_opaque(group):
         return verdict(WRONG, "the units reach the outputs past the claimed consumers")
     if stray:
         return verdict(WRONG, f"drawn anew, the units move columns of {stray!r} that the plan does not claim")
@@ -230,7 +230,7 @@ class _Probe:
         outputs: dict[str, Tensor] = {}
         handles = []
         for norm in group.norms:
-            if norm.couples and norm.entries.numel():
+            if norm.couples and norm.module and norm.entries.numel():
 
                 def keep(module: nn.Module, args: Any, output: Tensor, name: str = norm.module) -> None:
                     outputs[name] = output.detach().clone()
@@ -316,7 +316,7 @@ def _frozen_norms(model: nn.Module, outputs: Mapping[str, Tensor], entries: Mapp
 
 def _columns_moved(group: Group, index: Tensor, before: Inputs, after: Inputs) -> tuple[str | None, str | None]:
     """A consumer of which unclaimed columns moved, and one of which no column of a unit did."""
-    coupled = any(norm.couples and not norm.entries.numel() for norm in group.norms)
+    coupled = _is_opaque(group)
     stray = still = None
     for (number, consumer), source in before.items():
         view = group.views[number]
@@ -330,6 +330,11 @@ def _columns_moved(group: Group, index: Tensor, before: Inputs, after: Inputs) -
         if not bool((per_unit > scale).any()):
             still = consumer
     return stray, still
+
+
+def _is_opaque(group: Group) -> bool:
+    """Whether a norm couples the units that cannot be frozen: a functional one, or one without entries."""
+    return any(norm.couples and not (norm.module and norm.entries.numel()) for norm in group.norms)
 
 
 def _has(tensor: Any, dim: int) -> bool:
