@@ -75,7 +75,7 @@ def _layer(
     if not isinstance(value, Value) or value.parameter in engine.parameters:
         return functional(engine, node, args)
     caller = engine.caller(node)
-    parameter = _name_used_by(engine, caller, weight.parameter)
+    parameter = name_used_by(engine, caller, weight.parameter)
     name = engine.owner(parameter)
     module = engine.modules[name]
     attention = isinstance(engine.modules.get(caller), nn.MultiheadAttention)
@@ -117,7 +117,7 @@ def _layer(
     return _output(call, value, node, axis)
 
 
-def _name_used_by(engine: Engine, caller: str, parameter: str) -> str:
+def name_used_by(engine: Engine, caller: str, parameter: str) -> str:
     """A tied parameter has several names; the graph knows only one of them, the caller another."""
     names = engine.aliases[id(engine.parameters[parameter])]
     return next((name for name in names if engine.owner(name) == caller), parameter)

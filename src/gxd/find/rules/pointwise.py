@@ -67,8 +67,7 @@ def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
     if bool(both.any()):
         pairs = torch.stack([a[both], b[both]], 1).unique(dim=0)
         if name in _SUMS and not engine.group_residuals:
-            reason = f"residual coordinate: {_writers(engine, pairs)} are added; residual='group' resets them together"
-            engine.units.block(pairs, reason)
+            engine.units.block(pairs, _why_added(engine, pairs))
             blocked = both
         else:
             engine.units.merge(pairs[:, 0], pairs[:, 1], residual=name in _SUMS)
@@ -108,11 +107,15 @@ def _without_broadcast(engine: Engine, name: str, a: Tensor, b: Tensor) -> tuple
     return results[0], results[1]
 
 
-def _writers(engine: Engine, pairs: Tensor) -> str:
-    """The names of the layers that wrote the two sides."""
-    names = []
-    for side in (0, 1):
-        unit = int(pairs[0, side])
-        name = next((c.module for c in engine.layers if len(c.units) and c.units[0] <= unit <= c.units[-1]), "?")
-        names.append(f"'{name}'")
-    return " and ".join(names)
+def _why_added(engine: Engine, pairs: Tensor) -> str:
+    """The reason, with the names of the layers that wrote the two sides."""
+    first, second = (_writer(engine, int(unit)) for unit in pairs[0])
+    if pairs[0, 0] == pairs[0, 1]:
+        return "residual coordinate: layers tied by products are added; residual='group' resets them together"
+    if first == second:
+        return "its units are added to one another, as by a rotary embedding"
+    return f"residual coordinate: '{first}' and '{second}' are added; residual='group' resets them together"
+
+
+def _writer(engine: Engine, unit: int) -> str:
+    return next((c.module for c in engine.layers if len(c.units) and c.units[0] <= unit <= c.units[-1]), "?")

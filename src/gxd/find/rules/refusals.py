@@ -9,6 +9,7 @@ from torch import fx
 
 from gxd.find.engine import Engine, flatten, foreign, rule
 from gxd.find.labels import CONST, FOREIGN, UNKNOWN, Value, filled
+from gxd.find.rules.layers import name_used_by
 
 
 @rule("embedding", "_embedding_bag", "embedding_bag", "embedding_renorm", carries=0)
@@ -16,9 +17,8 @@ def embedding(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     """Rows of a table: an element is shared by all features of a token, there is no incoming weight to draw again."""
     weight, index = args[0], args[1]
     if weight.parameter in engine.parameters:
-        engine.refused.setdefault(
-            engine.owner(weight.parameter), "embedding: its output has no incoming weights to draw again"
-        )
+        name = engine.owner(name_used_by(engine, engine.caller(node), weight.parameter))
+        engine.refused.setdefault(name, "embedding: its output has no incoming weights to draw again")
     fake = node.meta["val"]
     if isinstance(fake, (list, tuple)) or index.unit.dim() >= fake.dim():
         return foreign(node, [index])
