@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.optim import Optimizer
 
 from gxd import expect
 from gxd.directions import Direction, direction_of
 from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError
 from gxd.find import find_units
-from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
+from gxd.guards import (
+    NO_PASS,
+    OBSERVED,
+    STATE_VERSION,
+    check_arguments,
+    check_plan,
+    check_state,
+    nothing_seen,
+    with_inits,
+)
 from gxd.layers import NamedTensors, state_dtype, unwrap
-from gxd.observe import Observer, Pass, sum_of
+from gxd.observe import Gradients, Observer, Pass
 from gxd.operate import clear_optimizer_state, operate
 from gxd.plan import Group, UnitPlan
+from gxd.processes import Processes
 from gxd.score import Utility, get_utility
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
-from gxd.tally import Gradients, Tally
+from gxd.tally import Tally
 
 
 class ContinualBackprop:
@@ -107,7 +116,7 @@ class ContinualBackprop:
         check_plan(self.plan, self.model, self._optimizers)
         self.replacement_rate, self.maturity, self.decay = replacement_rate, maturity, decay
         self.compensate, self.score_every, self.step_policy = compensate, score_every, step_policy
-        self.scaler, self.process_group = scaler, process_group
+        self.scaler, self._processes = scaler, Processes(process_group)
 
         self._tensors = NamedTensors(self.model, self.plan.shapes)
         first = self._tensors[self.plan.groups[0].producers[0].weight]
@@ -115,9 +124,9 @@ class ContinualBackprop:
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
         self._schedules = [Schedule(g.size, self._rate(g), maturity) for g in self.plan.groups]
         self._generator = torch.Generator().manual_seed(seed)
-        self._agree_on_inits()
-        self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._rank())
-        reduce = self._reduce if self._group_of_processes() is not None else None
+        self.plan = self._agreed_inits()
+        self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._processes.rank)
+        reduce = self._processes.sum if self._processes.several else None
         self._tally = Tally(self.plan, self._tensors, self._utility, self._statistics, positions, self._noise, reduce)
         self._warned = 0
         self._scale: float | None = None  # of the loss, when this step's first pass began
@@ -248,8 +257,8 @@ class ContinualBackprop:
         """Score the passes behind the outputs by the gradients of the outputs in each direction."""
         passes = [one for one in self._observer.passes if one]
         if not passes:
-            raise ObservationError(_NO_PASS if self._tally.empty else _OBSERVED)
-        gradients = self._gradients(direction, passes)
+            raise ObservationError(NO_PASS if self._tally.empty else OBSERVED)
+        gradients = self._observer.gradients(direction, passes)
         first = next(gradients)
         if not first:
             for capture in (c for one in passes for c in one.values()):
@@ -273,30 +282,6 @@ class ContinualBackprop:
 
         behind = [*(passes[number] for number in whole), loose]
         self._tally.add(behind, map(arranged, chain([first], gradients)), direction.examples)
-
-    def _gradients(self, direction: Direction, passes: Sequence[Pass]) -> Iterator[Gradients]:
-        """The gradients by all captured views, for one cotangent after the other."""
-        captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
-        aliases = [alias for _, _, c in captures for alias in c.aliases]
-        for cotangent in direction.cotangents():
-            parts = iter(self._pull_back(direction.output, aliases, cotangent))
-            found: dict[int, dict[int, Tensor]] = {}
-            for number, view, c in captures:
-                gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]
-                if gradients:
-                    found.setdefault(number, {})[view] = sum_of(gradients)
-            yield found
-
-    def _pull_back(self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        self._observer.muted = True
-        try:
-            return torch.autograd.grad(output, aliases, cotangent, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "second time" in str(error) or "freed" in str(error):
-                raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error
-            raise
-        finally:
-            self._observer.muted = False
 
     def _use_passes(self) -> None:
         """Score the passes that have all they need: at once for local utilities, after the backward pass for
@@ -343,7 +328,7 @@ class ContinualBackprop:
             waiting = any(self._observer.passes)
             self._observer.clear()
             if self._tally.empty:
-                raise ObservationError(self._nothing_seen(seen, waiting))
+                raise ObservationError(nothing_seen(self._utility, seen, waiting))
             self._statistics.update(*self._tally.scores())
             self._tally.clear()
         self._statistics.step += 1
@@ -372,7 +357,7 @@ class ContinualBackprop:
                 self._warn_of_unseen(group)
             elif count:
                 utility = utilities[group.name].masked_fill(unseen[group.name], math.inf)
-                index = self._agree(lowest(utility, eligible[group.name], count))
+                index = self._processes.agree(lowest(utility, eligible[group.name], count))
                 selection.append((group, index.cpu()))
         operate(self._tensors, selection, self._references() if self.compensate else {}, self._generator)
         for optimizer in self._optimizers:
@@ -410,39 +395,15 @@ class ContinualBackprop:
     def _unscale(self) -> float:
         return 1.0 if self.scaler is None else 1.0 / float(self.scaler.get_scale())
 
-    def _group_of_processes(self) -> Any:
-        if self.process_group is False or not dist.is_available() or not dist.is_initialized():
-            return None
-        group = self.process_group or dist.group.WORLD
-        return group if dist.get_world_size(group) > 1 else None
-
-    def _rank(self) -> int:
-        group = self._group_of_processes()
-        return 0 if group is None else dist.get_rank(group)
-
-    def _reduce(self, sums: Tensor) -> Tensor:
-        dist.all_reduce(sums, group=self._group_of_processes())
-        return sums
-
-    def _agree_on_inits(self) -> None:
+    def _agreed_inits(self) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""
-        group = self._group_of_processes()
-        if group is None:
-            return
-        inits = [p.init for g in self.plan.groups for p in g.producers]
+        if not self._processes.several:
+            return self.plan
         kinds = ["uniform", "normal", "function"]
-        values = torch.tensor([[kinds.index(i.kind), i.scale] for i in inits], dtype=torch.float64)
-        values = values.to(self._statistics.device)
-        dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
-        pairs = iter([(kinds[int(kind)], scale) for kind, scale in values.tolist()])
-        self.plan = with_inits(self.plan, [[next(pairs) for _ in g.producers] for g in self.plan.groups])
-
-    def _agree(self, index: Tensor) -> Tensor:
-        """All processes reset what the first one selected."""
-        group = self._group_of_processes()
-        if group is not None:
-            dist.broadcast(index, src=dist.get_global_rank(group, 0), group=group)
-        return index
+        inits = [[kinds.index(p.init.kind), p.init.scale] for g in self.plan.groups for p in g.producers]
+        agreed = self._processes.agree(torch.tensor(inits, dtype=torch.float64, device=self._statistics.device))
+        pairs = iter([(kinds[int(kind)], scale) for kind, scale in agreed.tolist()])
+        return with_inits(self.plan, [[next(pairs) for _ in g.producers] for g in self.plan.groups])
 
     def _forget_skipped_step(self) -> None:
         """A pass begins. A scale that has changed since this step's first pass tells that its step was skipped."""
@@ -476,38 +437,6 @@ class ContinualBackprop:
                 NonFiniteWarning,
                 stacklevel=2,
             )
-
-    def _nothing_seen(self, seen: bool, waiting: bool) -> str:
-        if self._utility.needs_observe:
-            return (
-                f"optimizer.step() without observe(): the utility {self._utility.name!r} needs "
-                "cbp.observe(logits, target) between the "
-                "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
-            )
-        if waiting:
-            return (
-                "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. "
-                "The parameters were updated, no unit was scored or reset"
-            )
-        if seen:
-            return (
-                "optimizer.step() after a forward pass of an empty batch: no example, no score. Skip such steps. The "
-                "parameters were updated, no unit was scored or reset"
-            )
-        return (
-            "optimizer.step() without a training forward pass since the last step: call model.train(), "
-            "and call the model this "
-            "ContinualBackprop was made for. The parameters were updated, no unit was scored or reset"
-        )
-
-
-_OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
-_NO_PASS = (
-    "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
-    "gradients enabled, after this "
-    "ContinualBackprop was made; and once per forward pass: this one may have been observed already. "
-    "A compiled model that ran before must be recompiled (torch.compiler.reset())"
-)
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:

@@ -19,6 +19,13 @@ from gxd.score import Utility
 
 STATE_VERSION = 1
 POSITIONS = ("signed", "abs")
+OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
+NO_PASS = (
+    "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
+    "gradients enabled, after this "
+    "ContinualBackprop was made; and once per forward pass: this one may have been observed already. "
+    "A compiled model that ran before must be recompiled (torch.compiler.reset())"
+)
 
 
 def check_arguments(
@@ -138,3 +145,28 @@ def with_inits(plan: UnitPlan, inits: Sequence[Sequence[Sequence[Any]]]) -> Unit
         )
         groups.append(replace(group, producers=producers))
     return replace(plan, groups=tuple(groups))
+
+
+def nothing_seen(utility: Utility, seen: bool, waiting: bool) -> str:
+    """Why a step cannot be scored."""
+    if utility.needs_observe:
+        return (
+            f"optimizer.step() without observe(): the utility {utility.name!r} needs "
+            "cbp.observe(logits, target) between the "
+            "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
+        )
+    if waiting:
+        return (
+            "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. "
+            "The parameters were updated, no unit was scored or reset"
+        )
+    if seen:
+        return (
+            "optimizer.step() after a forward pass of an empty batch: no example, no score. Skip such steps. The "
+            "parameters were updated, no unit was scored or reset"
+        )
+    return (
+        "optimizer.step() without a training forward pass since the last step: call model.train(), "
+        "and call the model this "
+        "ContinualBackprop was made for. The parameters were updated, no unit was scored or reset"
+    )

@@ -8,13 +8,15 @@ those of training without taps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gxd.directions import Direction
 from gxd.errors import ObservationError, ObservationWarning
 from gxd.plan import UnitPlan, View
 
@@ -41,6 +43,9 @@ class Capture:
     def loss_gradient(self) -> Tensor | None:
         """The gradient of the loss by the view, through the consumers the loss depends on; None before it arrives."""
         return sum_of(self.loss_gradients) if self.loss_gradients else None
+
+
+Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> gradient, of the captured tensor's shape
 
 
 class Pass(dict[int, Capture]):
@@ -125,6 +130,30 @@ class Observer:
     def _keep(self, kept: list[Tensor], gradient: Tensor) -> None:
         if not self.muted:
             kept.append(gradient.detach())
+
+    def gradients(self, direction: Direction, passes: Sequence[Pass]) -> Iterator[Gradients]:
+        """The gradients of an output by all captured views, for one cotangent after the other."""
+        captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
+        aliases = [alias for _, _, c in captures for alias in c.aliases]
+        for cotangent in direction.cotangents():
+            parts = iter(self._pull_back(direction.output, aliases, cotangent))
+            found: dict[int, dict[int, Tensor]] = {}
+            for number, view, c in captures:
+                gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]
+                if gradients:
+                    found.setdefault(number, {})[view] = sum_of(gradients)
+            yield found
+
+    def _pull_back(self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        self.muted = True  # these are no gradients of the loss
+        try:
+            return torch.autograd.grad(output, aliases, cotangent, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "second time" in str(error) or "freed" in str(error):
+                raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error
+            raise
+        finally:
+            self.muted = False
 
     def drop_unfinished(self) -> None:
         """Forget a pass whose forward raised."""

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from gxd.layers import sum_abs_columns, sum_abs_rows
-from gxd.observe import Pass, Reader, sum_of
+from gxd.observe import Gradients, Pass, Reader, sum_of
 from gxd.plan import UnitPlan
 from gxd.score import Observation, UnitView, Utility
 from gxd.statistics import Statistics
-
-Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> gradient, of the captured tensor's shape
 
 
 @dataclass(frozen=True)

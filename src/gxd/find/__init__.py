@@ -15,6 +15,7 @@ from gxd.errors import TraceError
 from gxd.find import rules  # noqa: F401  (registers the rules)
 from gxd.find.assemble import assemble
 from gxd.find.engine import Engine
+from gxd.find.finish import finish
 from gxd.find.manual import HandGroup, merge_by_hand
 from gxd.layers import unwrap
 from gxd.plan import UnitPlan
@@ -78,6 +79,7 @@ def find_units(
         _check_batch(example_inputs, batch_dim)
         engine = Engine(model, _export(model, example_inputs), residual, batch_dim)
         engine.run()
+        finish(engine)
         plan = assemble(engine)
     plan = merge_by_hand(model, plan, groups)
     return plan.select(include, exclude, rates, init)

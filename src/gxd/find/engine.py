@@ -14,11 +14,9 @@ from torch.export.graph_signature import InputKind
 from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
 from gxd.layers import Layout
 
-MOST_ROWS = 4  # of one layer in one unit: two for a GLU, a few for a maxout
-
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
 _RULES: dict[str, tuple[Rule, int | None]] = {}
-_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def rule(*names: str, carries: int | None = None) -> Callable[[Rule], Rule]:
@@ -110,16 +108,11 @@ class Engine:
     # --- the walk -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk the graph, then settle what can only be known at its end."""
+        """Walk the graph."""
         batched = [n for n in self.program.graph.nodes if n.op == "placeholder" and self.is_input(n)]
         sizes = [f.shape[self.batch_dim] for n in batched if (f := n.meta["val"]).dim() > self.batch_dim]
         self.batch_size = sizes[0] if sizes else None
         self.walk(self.program.graph, {})
-        self.refuse_repeated_calls()
-        self.refuse_shared_norms()
-        self.refuse_other_readers()
-        self.refuse_large_components()
-        self.units.settle()
 
     def walk(self, graph: fx.Graph, bound: dict[Any, Any]) -> Any:
         """Label every node; ``bound`` holds the values of the placeholders of a nested graph."""
@@ -172,7 +165,7 @@ class Engine:
         args, kwargs = self.fetch(node.args), self.fetch(node.kwargs)
         if node.target is operator.getitem:
             return args[0][args[1]] if isinstance(args[0], (list, tuple)) else None
-        if op_name(node) in _REGIONS:
+        if op_name(node) in REGIONS:
             return self.region(node)
         fake = node.meta.get("val")
         if not _is_static(fake):
@@ -257,93 +250,6 @@ class Engine:
             return None
         value = filled(fake.shape, CONST)
         return Value(value.unit, value.example, concrete=concrete)
-
-    # --- what is only known at the end --------------------------------------------------------------------------------
-
-    def refuse_repeated_calls(self) -> None:
-        """A row used twice makes two units of one weight, and a column reads two: neither can be reset alone."""
-        calls: dict[int, list[LayerCall]] = {}
-        for call in self.layers:
-            calls.setdefault(id(self.parameters[call.weight]), []).append(call)
-        for repeated in calls.values():
-            rows = torch.cat([call.rows for call in repeated])
-            if len(rows.unique()) < len(rows):  # else: parts of a packed projection
-                for call in repeated:
-                    self.refuse_call(call, f"called {len(repeated)} times in one forward")
-
-    def refuse_shared_norms(self) -> None:
-        """A norm that serves different units at different calls cannot forget one of them."""
-        calls: dict[str, list[NormCall]] = {}
-        for norm in self.norms:
-            calls.setdefault(norm.module, []).append(norm)
-        for module, several in calls.items():
-            if len(several) == 1 or not module:
-                continue
-            entries = [self.units.resolve(norm.entries) for norm in several]
-            if not all(torch.equal(entries[0], other) for other in entries[1:]):
-                for norm in several:
-                    self.units.block(norm.members, f"its norm '{module}' serves other units too")
-        shared = {norm.running_mean for several in calls.values() if len(several) > 1 for norm in several}
-        for call in self.layers:
-            if call.running_mean in shared:
-                call.running_mean, call.approximate = None, "no bias to take the mean"
-
-    def refuse_other_readers(self) -> None:
-        """A parameter that something else reads too cannot be written as if it were the layer's alone."""
-        for call in self.layers:
-            reader = self.other_reader(call.weight)
-            if reader is not None:
-                self.refuse_call(call, f"its weight is also read by {reader}")
-            if call.bias is None:
-                continue
-            reader = self.other_reader(call.bias)
-            if reader is not None:
-                reason = f"its bias is also read by {reader}"
-                self.units.block(call.units, reason)
-                call.bias, call.approximate = None, reason
-        for norm in self.norms:
-            names = filter(None, (norm.weight, norm.bias, norm.running_mean, norm.running_var))
-            reader = next((r for r in map(self.other_reader, names) if r is not None), None)
-            if reader is not None:
-                self.units.block(norm.members, f"a parameter of its norm '{norm.module}' is also read by {reader}")
-
-    def refuse_call(self, call: LayerCall, reason: str) -> None:
-        self.refused.setdefault(call.module, reason)
-        self.units.block(call.units, reason)
-        self.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
-
-    def refuse_large_components(self) -> None:
-        """Products can tie a whole layer into one unit (``h * h.roll(1, -1)``); that is no unit to be reset."""
-        for call in self.layers:
-            roots, counts = self.units.resolve(call.units).unique(return_counts=True)
-            tied = roots[counts > MOST_ROWS]
-            members = call.units[torch.isin(self.units.resolve(call.units), tied)]
-            self.units.block(members, f"products tie more than {MOST_ROWS} of its rows to one another")
-
-    def other_reader(self, name: str) -> str | None:
-        """What reads a parameter or buffer, besides the layer and norm calls that were noted; None if nothing does."""
-        tensor = self.parameters.get(name)
-        names = self.aliases[id(tensor)] if tensor is not None else [name]
-        if len({id(self.modules[self.owner(n)]) for n in names}) > 1:
-            return "the layer it is tied to"
-        pending = [n for n in self.values if n.op == "placeholder" and self.is_named(n, names)]
-        while pending:
-            node = pending.pop()
-            pending += self.inside.get(node, [])
-            for user in node.users:
-                value = self.values.get(user)
-                moved = value if isinstance(value, list) else [value]
-                if (user, name) in self.noted or any((user, n) in self.noted for n in names):
-                    continue
-                if all(isinstance(v, Value) and v.parameter in names for v in moved):
-                    pending.append(user)
-                elif op_name(user) not in (*_REGIONS, "output"):
-                    return op_name(user)
-        return None
-
-    def is_named(self, node: fx.Node, names: Sequence[str]) -> bool:
-        value = self.values[node]
-        return isinstance(value, Value) and value.parameter in names
 
     # --- help for the rules ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,114 @@
+"""What is only known at the end of the walk: calls that repeat, norms and parameters that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from gxd.find.engine import REGIONS, Engine, LayerCall, NormCall, op_name
+from gxd.find.labels import Value
+
+MOST_ROWS = 4  # of one layer in one unit: two for a GLU, a few for a maxout
+
+
+def finish(engine: Engine) -> None:
+    """Refuse what turned out to be shared, and settle which units are blocked."""
+    _refuse_repeated_calls(engine)
+    _refuse_shared_norms(engine)
+    _refuse_other_readers(engine)
+    _refuse_large_components(engine)
+    engine.units.settle()
+
+
+def _refuse_repeated_calls(engine: Engine) -> None:
+    """A row used twice makes two units of one weight, and a column reads two: neither can be reset alone."""
+    calls: dict[int, list[LayerCall]] = {}
+    for call in engine.layers:
+        calls.setdefault(id(engine.parameters[call.weight]), []).append(call)
+    for repeated in calls.values():
+        rows = torch.cat([call.rows for call in repeated])
+        if len(rows.unique()) < len(rows):  # else: parts of a packed projection
+            for call in repeated:
+                _refuse_call(engine, call, f"called {len(repeated)} times in one forward")
+
+
+def _refuse_shared_norms(engine: Engine) -> None:
+    """A norm that serves different units at different calls cannot forget one of them."""
+    calls: dict[str, list[NormCall]] = {}
+    for norm in engine.norms:
+        calls.setdefault(norm.module, []).append(norm)
+    for module, several in calls.items():
+        if len(several) == 1 or not module:
+            continue
+        entries = [engine.units.resolve(norm.entries) for norm in several]
+        if not all(torch.equal(entries[0], other) for other in entries[1:]):
+            for norm in several:
+                engine.units.block(norm.members, f"its norm '{module}' serves other units too")
+    shared = {norm.running_mean for several in calls.values() if len(several) > 1 for norm in several}
+    for call in engine.layers:
+        if call.running_mean in shared:
+            call.running_mean, call.approximate = None, "no bias to take the mean"
+
+
+def _refuse_other_readers(engine: Engine) -> None:
+    """A parameter that something else reads too cannot be written as if it were the layer's alone."""
+    for call in engine.layers:
+        reader = _other_reader(engine, call.weight)
+        if reader is not None:
+            _refuse_call(engine, call, f"its weight is also read by {reader}")
+        if call.bias is None:
+            continue
+        reader = _other_reader(engine, call.bias)
+        if reader is not None:
+            reason = f"its bias is also read by {reader}"
+            engine.units.block(call.units, reason)
+            call.bias, call.approximate = None, reason
+    for norm in engine.norms:
+        names = filter(None, (norm.weight, norm.bias, norm.running_mean, norm.running_var))
+        reader = next((r for r in (_other_reader(engine, name) for name in names) if r is not None), None)
+        if reader is not None:
+            engine.units.block(norm.members, f"a parameter of its norm '{norm.module}' is also read by {reader}")
+
+
+def _refuse_call(engine: Engine, call: LayerCall, reason: str) -> None:
+    engine.refused.setdefault(call.module, reason)
+    engine.units.block(call.units, reason)
+    engine.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
+
+
+def _refuse_large_components(engine: Engine) -> None:
+    """Products can tie a whole layer into one unit (``h * h.roll(1, -1)``); that is no unit to be reset."""
+    for call in engine.layers:
+        roots, counts = engine.units.resolve(call.units).unique(return_counts=True)
+        tied = roots[counts > MOST_ROWS]
+        members = call.units[torch.isin(engine.units.resolve(call.units), tied)]
+        engine.units.block(members, f"products tie more than {MOST_ROWS} of its rows to one another")
+
+
+def _other_reader(engine: Engine, name: str) -> str | None:
+    """What reads a parameter or buffer, besides the layer and norm calls that were noted; None if nothing does."""
+    tensor = engine.parameters.get(name)
+    names = engine.aliases[id(tensor)] if tensor is not None else [name]
+    if len({id(engine.modules[engine.owner(n)]) for n in names}) > 1:
+        return "the layer it is tied to"
+    pending = [n for n in engine.values if n.op == "placeholder" and _is_named(engine, n, names)]
+    while pending:
+        node = pending.pop()
+        pending += engine.inside.get(node, [])
+        for user in node.users:
+            value = engine.values.get(user)
+            moved = value if isinstance(value, list) else [value]
+            if (user, name) in engine.noted or any((user, n) in engine.noted for n in names):
+                continue
+            if all(isinstance(v, Value) and v.parameter in names for v in moved):
+                pending.append(user)
+            elif op_name(user) not in (*REGIONS, "output"):
+                return op_name(user)
+    return None
+
+
+def _is_named(engine: Engine, node: fx.Node, names: Sequence[str]) -> bool:
+    value = engine.values[node]
+    return isinstance(value, Value) and value.parameter in names

@@ -1,0 +1,42 @@
+"""The processes that train one model together: sums over them, and one decision for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+
+
+class Processes:
+    """The processes of a group, or just this one.
+
+    Args:
+        group: a process group; None for the default one, if ``torch.distributed`` is initialised; False for none.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group: Any = None
+        if group is not False and dist.is_available() and dist.is_initialized():
+            group = group or dist.group.WORLD
+            self.group = group if dist.get_world_size(group) > 1 else None
+
+    @property
+    def several(self) -> bool:
+        return self.group is not None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group) if self.several else 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        if self.several:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, in place."""
+        if self.several:
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return tensor
