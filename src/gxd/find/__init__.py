@@ -107,9 +107,10 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 def _export(model: nn.Module, example_inputs: Any) -> Any:
     args, kwargs = call_arguments(example_inputs)
     try:
-        with _as_found(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch.export has to say is not for the user of a plan
-            return torch.export.export(model, args, kwargs, strict=False)
+        try:  # in training mode, as evaluation takes fused paths
+            return _traced(model, args, kwargs, training=True)
+        except Exception:  # layers dropped at random cannot be traced; they are not dropped in evaluation
+            return _traced(model, args, kwargs, training=False)
     except Exception as error:  # torch.export raises many kinds; all of them mean the same to the user
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
@@ -122,9 +123,15 @@ def _export(model: nn.Module, example_inputs: Any) -> Any:
         ) from error
 
 
+def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+    with _as_found(model, training), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch.export has to say is not for the user of a plan
+        return torch.export.export(model, args, kwargs, strict=False)
+
+
 @contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Trace in training mode (evaluation takes fused paths), and give back modes and random state as they were."""
+def _as_found(model: nn.Module, training: bool) -> Iterator[None]:
+    """Everything in one mode for the trace; then modes and random state as they were."""
     modes = [(module, module.training) for module in model.modules()]
     # What the trace must not meet: a cumulative BatchNorm reads its counter, and a cache is no tensor.
     changed: list[tuple[Any, str, Any]] = []
@@ -137,7 +144,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=devices):
             for module, _ in modes:
-                module.training = True
+                module.training = training
             for owner, name, _ in changed:
                 setattr(owner, name, 0.1 if name == "momentum" else False)
             yield
