@@ -280,7 +280,7 @@ class ContinualBackprop:
             parts = [found.get(number, {}) for number in whole]
             return dict(enumerate([*parts, {v: g for n, p in found.items() if n not in whole for v, g in p.items()}]))
 
-        behind = [*(passes[number] for number in whole), loose]
+        behind = [*(passes[number] for number in whole), *([loose] if loose else [])]
         self._tally.add(behind, map(arranged, chain([first], gradients)), direction.examples)
 
     def _use_passes(self) -> None:

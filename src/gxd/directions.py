@@ -103,6 +103,11 @@ def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
         )
     dim = _class_dim(logits, target)
     index = target.detach().long().unsqueeze(dim)
+    if index.device.type == "cpu":  # elsewhere an index out of range ends the process, so ignored ones must go first
+        try:
+            return torch.zeros_like(logits).scatter_(dim, index, 1.0)
+        except RuntimeError:
+            pass
     kept = index != IGNORED
     try:
         return torch.zeros_like(logits).scatter_(dim, index.where(kept, 0), kept.to(logits.dtype))

@@ -319,8 +319,12 @@ class Reader:
         straight = torch.arange(self.start, self.start + self.n * self.k)
         self.consecutive = torch.equal(consecutive, straight)
         self.index = None if self.consecutive or torch.equal(tiled, straight) else tiled
+        one_each = self.consecutive and self.k == 1 and self.start == 0
+        self.plain = one_each and self.axis == -1 and self.fold == "none" and not self.separate
 
     def __call__(self, tensor: Tensor, examples: int | None) -> Tensor:
+        if self.plain and tensor.dim() == 2 and tensor.shape[1] == self.n:
+            return tensor.unsqueeze(1)
         x = tensor.movedim(self.axis, -1) if self.axis != -1 else tensor
         if self.index is not None:
             self.index = self.index.to(x.device)

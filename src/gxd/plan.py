@@ -38,6 +38,9 @@ class Producer:
     bias_rows: Tensor
     init: Init
 
+    def __str__(self) -> str:
+        return self.module
+
 
 @dataclass(frozen=True)
 class Consumer:
@@ -64,6 +67,9 @@ class Consumer:
     ports: tuple[str, ...] = ("input",)
     taps: float = 1.0
     approximate: str | None = None
+
+    def __str__(self) -> str:
+        return self.module
 
     @property
     def compensation(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -87,11 +88,12 @@ class Statistics:
         gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(score.dtype)
         new: tuple[Tensor, ...] = (*self.ahead, *_averaged(self.utility, self.utility_weight, score, gain))
         old = (self.mean, self.mean_weight, self.utility, self.utility_weight)
-        finite = torch.isfinite(new[0].sum() + new[2].sum())
+        total = new[0].sum() + new[2].sum()  # finite if and only if all of them are, but for an overflow of the sum
         if self.device.type != "cpu":  # decided on the device: the host need not wait for the answer
+            finite = torch.isfinite(total)
             self.nonfinite += ~finite
             new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
-        elif not finite:
+        elif not math.isfinite(total.item()):
             self.nonfinite += 1
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
@@ -126,7 +128,7 @@ def _averaged(average: Tensor, weight: Tensor, value: Tensor, gain: float | Tens
     """One step of an average and of its weight."""
     if isinstance(gain, Tensor):
         return torch.lerp(average, value, gain), torch.lerp(weight, torch.ones_like(weight), gain)
-    return torch.lerp(average, value, gain), weight * (1 - gain) + gain
+    return torch.lerp(average, value, gain), (weight * (1 - gain)).add_(gain)
 
 
 def _slices(sizes: list[int]) -> list[slice]:
