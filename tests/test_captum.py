@@ -31,10 +31,18 @@ class Case:
         torch.manual_seed(0)
         return self.build().double().train()
 
+    def plan(self) -> gxd.UnitPlan:
+        if self.build not in PLANS:
+            PLANS[self.build] = gxd.find_units(self.model(), self.data()[0][:2])
+        return PLANS[self.build]
+
     def data(self, examples: int = 6) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(examples, *self.shape, dtype=torch.float64, generator=generator)
         return x, torch.randint(CLASSES, (examples,), generator=generator)
+
+
+PLANS: dict[Callable[[], nn.Module], gxd.UnitPlan] = {}
 
 
 class Block(nn.Module):
@@ -104,7 +112,7 @@ def score(case: Case, utility: str, examples: int = 6, target: bool = True, **op
     """The utilities of the group after one observed step, and the references."""
     model, (x, y) = case.model(), case.data(examples)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    plan = gxd.find_units(model, x[:2])
+    plan = case.plan()
     assert [c.module for c in plan[case.group].consumers] == [case.consumer]
     options = {"plan": plan, "utility": utility, "replacement_rate": 0.0, "seed": SEED, **options}
     with gxd.ContinualBackprop(model, optimizer, **options) as cbp:
@@ -286,8 +294,7 @@ def test_a_direction_is_drawn_anew_for_every_example_and_every_observation():
 def test_the_clamp_is_a_layer_feature_ablation_with_the_reference_as_the_baseline(case: Case):
     captum = Captum(case)
     model, x, y = captum.model.eval(), captum.x, captum.y
-    plan = gxd.find_units(case.model(), x[:2])
-    group = plan[case.group]
+    group = case.plan()[case.group]
     example = _layer_input(model, captum.layer, x)
     reference = case.units(example).mean((0, 1))
     unit_of = _unit_of_each_element(case, example[:1], group.size)
@@ -312,7 +319,7 @@ def test_the_clamp_is_a_layer_feature_ablation_with_the_reference_as_the_baselin
 def test_units_held_together_are_one_feature(case: Case):
     captum = Captum(case)
     model, x, y = captum.model.eval(), captum.x, captum.y
-    group = gxd.find_units(case.model(), x[:2])[case.group]
+    group = case.plan()[case.group]
     example = _layer_input(model, captum.layer, x)
     unit_of = _unit_of_each_element(case, example[:1], group.size)
     chosen = torch.tensor([0, 2, 3])

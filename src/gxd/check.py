@@ -225,15 +225,15 @@ class _Probe:
                 weight[where] *= scale
         return tensors
 
-    def norm_outputs(self, group: Group, index: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the norms that couple the units return, and where the units stand in it."""
-        outputs: dict[str, Tensor] = {}
+    def norm_outputs(self, group: Group, index: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """What the norms that couple the units return, call by call, and where the units stand in it."""
+        outputs: dict[str, list[Tensor]] = {}
         handles = []
         for norm in group.norms:
             if norm.couples and norm.module and norm.entries.numel():
 
                 def keep(module: nn.Module, args: Any, output: Tensor, name: str = norm.module) -> None:
-                    outputs[name] = output.detach().clone()
+                    outputs.setdefault(name, []).append(output.detach().clone())
 
                 handles.append(self.model.get_submodule(norm.module).register_forward_hook(keep))
         try:
@@ -292,15 +292,18 @@ class _Probe:
 
 
 @contextmanager
-def _frozen_norms(model: nn.Module, outputs: Mapping[str, Tensor], entries: Mapping[str, Tensor]) -> Iterator[None]:
+def _frozen_norms(
+    model: nn.Module, outputs: Mapping[str, Sequence[Tensor]], entries: Mapping[str, Tensor]
+) -> Iterator[None]:
     """Norms that couple units return what they returned before, except for the units themselves."""
     handles = []
-    for name, before in outputs.items():
-        module = model.get_submodule(name)
+    for name, recorded in outputs.items():
+        module, returned = model.get_submodule(name), iter(recorded)
 
         def freeze(
-            module: nn.Module, args: Any, output: Tensor, before: Tensor = before, where: Tensor = entries[name]
+            module: nn.Module, args: Any, output: Tensor, calls: Any = returned, where: Tensor = entries[name]
         ) -> Tensor:
+            before = next(calls)
             shape = list(getattr(module, "normalized_shape", [])) or [before.shape[1]] + [1] * (before.dim() - 2)
             own = torch.zeros(int(torch.tensor(shape).prod()), dtype=torch.bool)
             own[where] = True

@@ -48,7 +48,7 @@ def _refuse_shared_norms(engine: Engine) -> None:
                 engine.units.block(norm.members, f"its norm '{module}' serves other units too")
     shared = {norm.running_mean for several in calls.values() if len(several) > 1 for norm in several}
     for call in engine.layers:
-        if call.running_mean in shared:
+        if call.running_mean is not None and call.running_mean in shared:
             call.running_mean, call.approximate = None, "no bias to take the mean"
 
 

@@ -15,15 +15,19 @@ from gxd.find.labels import FOREIGN, Value, collapse
 
 @rule("batch_norm", carries=1)
 def batch_norm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    value, weight, bias, mean, var = args[:5]
-    _note(engine, node, value, [1], (weight, bias, mean, var), couples=False)
+    """Statistics over everything but the channels."""
+    value = args[0]
+    others = [d for d in range(value.unit.dim()) if d != 1]
+    _note(engine, node, value, [1], args[1:5], couples=_mixes(engine.units.resolve(value.unit), others))
     return value
 
 
 @rule("instance_norm", carries=1)
 def instance_norm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    value, weight, bias, mean, var = args[:5]
-    _note(engine, node, value, [1], (weight, bias, mean, var), couples=False)
+    """Statistics over the positions of each channel of each example."""
+    value = args[0]
+    positions = list(range(2, value.unit.dim()))
+    _note(engine, node, value, [1], args[1:5], couples=_mixes(engine.units.resolve(value.unit), positions))
     return value
 
 
@@ -71,8 +75,6 @@ def _note(
     names = [v.parameter if isinstance(v, Value) else None for v in tensors]
     engine.noted |= {(node, name) for name in names if name is not None}
     module = next((engine.owner(name) for name in names if name is not None), "")
-    if not value.has_units():
-        return
     others = [d for d in range(value.unit.dim()) if d not in dims]
     entries, mixed = collapse(engine.units.resolve(value.unit), others)
     entries = entries.masked_fill(mixed, FOREIGN).reshape(prod(value.shape[d] for d in dims))
