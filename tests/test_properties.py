@@ -882,6 +882,21 @@ def test_the_order_of_registration_does_not_change_the_plan(program: Program, re
     assert plan_of(net, residual).fingerprint() == plan_of(other, residual).fingerprint()
 
 
+def test_memory_that_is_read_by_other_strides_is_not_mistaken_for_the_same_units():
+    """The labels of a tensor do not lie in memory as the tensor does: here every column mixes units and examples."""
+
+    class Restrided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).t().contiguous().as_strided((2, 4), (4, 1)))
+
+    torch.manual_seed(0)
+    assert gxd.check(Restrided(), torch.randn(2, 5)).ok
+
+
 # ---------------------------------------------------------------- the scores
 
 

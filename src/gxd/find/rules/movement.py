@@ -18,7 +18,7 @@ from gxd.find.labels import CONST, UNKNOWN, Value
     broadcast_tensors select slice narrow cat concat concatenate stack hstack vstack dstack column_stack
     split split_with_sizes tensor_split chunk unbind unsafe_chunk unsafe_split unsafe_split_with_sizes
     hsplit vsplit dsplit repeat tile repeat_interleave roll flip rot90 unfold im2col pixel_shuffle
-    pixel_unshuffle channel_shuffle native_channel_shuffle index_select diagonal as_strided atleast_1d
+    pixel_unshuffle channel_shuffle native_channel_shuffle index_select diagonal atleast_1d
     atleast_2d atleast_3d fliplr flipud ravel block_diag tril triu
     """,
 )
