@@ -605,6 +605,7 @@ ONCE_WRONG = [
     _layers(("norm", "layer"), 5, ("act", "where"), ("again", 3)),  # a norm that serves both the input and units
     _layers(("norm", "batch"), 5, ("act", "where"), ("again", 3)),
     _layers(4, ("norm", "functional"), 4, ("norm", "functional"), 3),  # biases that were said to be missing
+    _layers(1, ("const", "cat ones"), ("norm", "layer"), 3),  # a norm that lets a lone unit into constant columns
     _layers(4, ("borrow", "weight"), 3),  # a parameter that something else reads too
     _layers(4, ("borrow", "bias"), 3),
     _layers(4, ("tie", 3), 3),
