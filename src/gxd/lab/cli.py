@@ -1,0 +1,77 @@
+"""The command ``gxd``: a table of subcommands, each imported when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from gxd.lab.errors import UserError
+
+COMMANDS = {
+    "demo": ("gxd.lab.demo", "watch backprop lose plasticity and resets keep it, in about two minutes"),
+    "run": ("gxd.lab.run", "one experiment of the paper: permuted-digits, permuted-mnist, cifar100"),
+    "sweep": ("gxd.lab.sweep", "a grid of runs from a TOML file, on this machine or on a Ray cluster"),
+    "assay": ("gxd.lab.assay", "how well each utility predicts the true cost of a reset"),
+    "report": ("gxd.lab.report", "tables and figures of the paper beside ours, as one HTML page"),
+    "data": ("gxd.lab.data", "fetch or verify MNIST and CIFAR-100"),
+    "bench": ("gxd.lab.bench", "what a step costs, relative to plain backprop"),
+}
+EXTRA = "the command gxd needs the lab's packages: pip install 'gxd[lab]'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version"):
+        import gxd
+
+        print(f"gxd {gxd.__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    try:
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"unknown command {name!r}.{hint} The commands are {', '.join(COMMANDS)}")
+        code: int = importlib.import_module(COMMANDS[name][0]).command(rest)
+        return code
+    except UserError as error:
+        return _complain(str(error), 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted; what was complete is kept, and the same command goes on from there", 130)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "gxd":
+            raise
+        return _complain(f"no module named {error.name!r}: {EXTRA}", 2)
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _complain(_in_words(error), 1)
+
+
+def usage() -> str:
+    """The overview that ``gxd --help`` prints."""
+    lines = [f"  {name:8s} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: gxd COMMAND ...", "", *lines, "", "gxd COMMAND --help says what each takes."])
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"gxd: {message}", file=sys.stderr)
+    return code
+
+
+def _in_words(error: OSError) -> str:
+    what = f" ({error.filename})" if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"the disk is full{what}: free some space, and the same command goes on from the last complete task"
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"no permission{what}: choose a directory that can be written to"
+    return f"{error.strerror or error}{what}"
