@@ -5,18 +5,30 @@ draws the plan of the house, and :class:`gxd.ContinualBackprop` walks through it
 """
 
 from gxd.check import CheckReport, check
+from gxd.compiled import CompiledStep, compiled_step
 from gxd.continual import ContinualBackprop
-from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError, ResetWarning, TraceError
+from gxd.errors import (
+    CompileWarning,
+    NonFiniteWarning,
+    ObservationError,
+    ObservationWarning,
+    PlanError,
+    ResetWarning,
+    TraceError,
+)
 from gxd.find import find_units
 from gxd.find.manual import hand_group
 from gxd.operate import reset_optimizer_state, reset_units
 from gxd.plan import Group, UnitPlan
+from gxd.reset_cost import ResetCost, reset_cost
 from gxd.score import Observation, UnitView, register_utility, utilities
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckReport",
+    "CompileWarning",
+    "CompiledStep",
     "ContinualBackprop",
     "Group",
     "NonFiniteWarning",
@@ -24,14 +36,17 @@ __all__ = [
     "ObservationError",
     "ObservationWarning",
     "PlanError",
+    "ResetCost",
     "ResetWarning",
     "TraceError",
     "UnitPlan",
     "UnitView",
     "check",
+    "compiled_step",
     "find_units",
     "hand_group",
     "register_utility",
+    "reset_cost",
     "reset_optimizer_state",
     "reset_units",
     "utilities",

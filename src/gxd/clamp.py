@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gxd.layers import NamedTensors
-from gxd.observe import attention_output, replace_arguments
-from gxd.plan import Consumer, Group, View
+from gxd.observe import Capture, Pass, attention_output, replace_arguments
+from gxd.plan import Consumer, Group, UnitPlan, View
 
 See = Callable[[int, str, Tensor], None]  # view number within the group, consumer, what the consumer would have read
 
@@ -81,5 +81,48 @@ def _clamp_heads(
             change = change.view(length, batch, -1)
             change = change.transpose(0, 1) if module.batch_first else change
         return (output[0] + change, *output[1:])
+
+    return hook
+
+
+@contextmanager
+def watched(model: nn.Module, plan: UnitPlan) -> Iterator[Pass]:
+    """Within this context, one forward pass is captured: all views of the plan, in whatever mode the model is.
+
+    :class:`gxd.observe.Observer` sees only training passes, on purpose; this is for looking on request.
+    """
+    one, handles = Pass(whole=True), []
+    views = [view for group in plan.groups for view in group.views]
+    try:
+        for number, view in enumerate(views):
+            for consumer in view.consumers:
+                module = model.get_submodule(consumer.site)
+                if "heads" in consumer.ports:
+                    handles.append(module.register_forward_hook(_watch_heads(one, number)))
+                else:
+                    hook = _watch_input(one, number, consumer)
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield one
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch_input(one: Pass, number: int, consumer: Consumer) -> Callable[..., Any]:
+    def alias(source: Tensor) -> Tensor:
+        alias = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
+        one.setdefault(number, Capture(source)).aliases.append(alias)
+        return alias
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_arguments(consumer.ports, args, kwargs, alias)
+
+    return hook
+
+
+def _watch_heads(one: Pass, number: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        source = attention_output(output[0])
+        one.setdefault(number, Capture(source)).aliases.append(source)
 
     return hook

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,28 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import expect
-from gxd.directions import Direction, direction_of
+from gxd.directions import direction_of, random_signs
 from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError
 from gxd.find import find_units
-from gxd.guards import (
-    NO_PASS,
-    OBSERVED,
-    STATE_VERSION,
-    check_arguments,
-    check_plan,
-    check_state,
-    nothing_seen,
-    with_inits,
-)
+from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
-from gxd.observe import Gradients, Observer, Pass
 from gxd.operate import clear_optimizer_state, operate
 from gxd.plan import Group, UnitPlan
 from gxd.processes import Processes
 from gxd.score import Utility, get_utility
+from gxd.scorer import Scorer
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
-from gxd.tally import Tally
 
 
 class ContinualBackprop:
@@ -126,14 +115,24 @@ class ContinualBackprop:
         self._generator = torch.Generator().manual_seed(seed)
         self.plan = self._agreed_inits()
         self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._processes.rank)
-        reduce = self._processes.sum if self._processes.several else None
-        self._tally = Tally(self.plan, self._tensors, self._utility, self._statistics, positions, self._noise, reduce)
+        self.positions = positions
         self._warned = 0
         self._scale: float | None = None  # of the loss, when this step's first pass began
         self._unseen: set[str] = set()
         self.last_resets: dict[str, Tensor] = {}
         self.total_resets = 0
-        self._observer = Observer(self.model, self.plan, self._utility.gradient == "loss", self._use_passes)
+        self._scorer = Scorer(
+            self.model,
+            self.plan,
+            self._tensors,
+            self._utility,
+            self._statistics,
+            positions,
+            self._noise,
+            unscale=self._unscale,
+            begin=self._forget_skipped_step,
+            reduce=self._processes.sum if self._processes.several else None,
+        )
         last = self._optimizers[-1]
         self._depth = 0
         self._hooks: list[Any] = [
@@ -161,11 +160,9 @@ class ContinualBackprop:
         """
         if not self._hooks:
             raise ObservationError("observe() after close(): this ContinualBackprop is detached; make a new one")
-        if not self._utility.needs_observe or not self._observer.active:
+        if not self._utility.needs_observe or not self._scorer.observer.active:
             return
-        direction = direction_of(self._utility.gradient, logits, target, score, self._noise)
-        self._follow_device()
-        self._score_outputs(direction)
+        self._scorer.observe(direction_of(self._utility.gradient, logits, target, score, self._signs))
 
     def utilities(self) -> dict[str, Tensor]:
         """Group name -> ``(size,)`` bias-corrected running utility."""
@@ -193,14 +190,14 @@ class ContinualBackprop:
         What the current step has observed is included, so a checkpoint between micro-batches is exact; a forward pass
         that was not observed yet is not.
         """
-        self._use_passes()
+        self._scorer.use_passes()
         return {
             "version": STATE_VERSION,
             "utility": self._utility.name,
             "groups": {group.name: group.size for group in self.plan.groups},
             "fingerprint": self.plan.fingerprint(),
             "statistics": self._statistics.state_dict(),
-            "tally": self._tally.state_dict(),
+            "tally": self._scorer.tally.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self._schedules],
             "inits": [[[p.init.kind, p.init.scale] for p in group.producers] for group in self.plan.groups],
             "generator": self._generator.get_state(),
@@ -218,22 +215,22 @@ class ContinualBackprop:
         check_state(state, self.plan, self._utility, self.state_dict())
         self.plan = with_inits(self.plan, state["inits"])
         self._statistics.load_state_dict(state["statistics"])
-        self._tally.load_state_dict(state["tally"])
+        self._scorer.tally.load_state_dict(state["tally"])
         for schedule, saved in zip(self._schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self._generator.set_state(state["generator"].cpu())
         self._noise.set_state(state["noise"].cpu())
         self.last_resets = {name: index.clone() for name, index in state["last_resets"].items()}
         self.total_resets = int(state["total_resets"])
-        if not self._tally.empty:
-            self._statistics.references_with(*self._tally.means())
+        if not self._scorer.tally.empty:
+            self._statistics.references_with(*self._scorer.tally.means())
         self._warned = self.nonfinite_observations
-        self._observer.clear()
-        self._observer.active = self._is_scored()
+        self._scorer.observer.clear()
+        self._scorer.observer.active = self._is_scored()
 
     def close(self) -> None:
         """Remove every hook. The model and the optimizer are as if this had never been attached."""
-        self._observer.close()
+        self._scorer.observer.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -251,60 +248,6 @@ class ContinualBackprop:
             f"total_resets={self.total_resets})"
         )
 
-    # --- observe -> score ---------------------------------------------------------------------------------------------
-
-    def _score_outputs(self, direction: Direction) -> None:
-        """Score the passes behind the outputs by the gradients of the outputs in each direction."""
-        passes = [one for one in self._observer.passes if one]
-        if not passes:
-            raise ObservationError(NO_PASS if self._tally.empty else OBSERVED)
-        gradients = self._observer.gradients(direction, passes)
-        first = next(gradients)
-        if not first:
-            for capture in (c for one in passes for c in one.values()):
-                capture.values()  # says so if it was changed in place
-            raise ObservationError(
-                "observe() got an output that depends on no unit of the plan: it is of another model, of an evaluation "
-                "pass (call model.train()), or of a forward pass that was already observed (once each)"
-            )
-        # What belongs to the output: whole passes of the model, and of loose calls of its parts those it depends on.
-        whole = [number for number in first if passes[number].whole]
-        loose = Pass()
-        for number in first:
-            if not passes[number].whole:
-                loose.update({view: passes[number].pop(view) for view in first[number]})
-        used = {id(passes[number]) for number in whole}
-        self._observer.passes = [one for one in self._observer.passes if id(one) not in used]
-
-        def arranged(found: Gradients) -> Gradients:
-            parts = [found.get(number, {}) for number in whole]
-            return dict(enumerate([*parts, {v: g for n, p in found.items() if n not in whole for v, g in p.items()}]))
-
-        behind = [*(passes[number] for number in whole), *([loose] if loose else [])]
-        self._tally.add(behind, map(arranged, chain([first], gradients)), direction.examples)
-
-    def _use_passes(self) -> None:
-        """Score the passes that have all they need: at once for local utilities, after the backward pass for
-        ``loss``.
-        """
-        self._forget_skipped_step()
-        if self._utility.needs_observe:
-            return
-        ready: list[Pass] = []
-        waiting: list[Pass] = []
-        gradients: dict[int, dict[int, Tensor]] = {}
-        for one in self._observer.passes:
-            found = {view: c.loss_gradient() for view, c in one.items()} if self._utility.gradient == "loss" else {}
-            if self._utility.gradient == "loss" and all(g is None for g in found.values()):
-                waiting.append(one)
-            else:
-                gradients[len(ready)] = {view: g * self._unscale() for view, g in found.items() if g is not None}
-                ready.append(one)
-        self._observer.passes = waiting
-        if ready:
-            self._follow_device()
-            self._tally.add(ready, [gradients], None)
-
     # --- select -> operate --------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -318,19 +261,15 @@ class ContinualBackprop:
         self._depth = 0
         self._scale = None
         if _was_skipped(optimizer):
-            self._tally.clear()
-            self._observer.clear()
+            self._scorer.forget()
             return
-        if self._observer.active:
-            self._observer.drop_unfinished()
-            seen = any(self._observer.passes)
-            self._use_passes()
-            waiting = any(self._observer.passes)
-            self._observer.clear()
-            if self._tally.empty:
-                raise ObservationError(nothing_seen(self._utility, seen, waiting))
-            self._statistics.update(*self._tally.scores())
-            self._tally.clear()
+        if self._scorer.observer.active:
+            self._scorer.finish()
+        self._advance()
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        """The statistics are up to date: count the step, and reset what is due."""
         self._statistics.step += 1
         due = [schedule.advance(self._statistics.step) for schedule in self._schedules]
         self.last_resets = {}
@@ -338,10 +277,10 @@ class ContinualBackprop:
             self._reset(due)
         if any(due) or self._statistics.device.type == "cpu":
             self._warn_of_nonfinite()
-        self._observer.active = self._is_scored()
+        self._scorer.observer.active = self._is_scored()
 
     def _reset(self, due: Sequence[int]) -> None:
-        self._follow_device()
+        self._scorer.follow_device()
         replaced = self._tensors.replaced()
         if replaced:
             raise PlanError(
@@ -364,7 +303,7 @@ class ContinualBackprop:
             clear_optimizer_state(optimizer, self._tensors, selection, self.step_policy)
         numbers = {group.name: number for number, group in enumerate(self.plan.groups)}
         for group, index in selection:
-            self._statistics.forget(numbers[group.name], self._tally.views_of[numbers[group.name]], index)
+            self._statistics.forget(numbers[group.name], self._scorer.tally.views_of[numbers[group.name]], index)
             self.last_resets[group.name] = index
             self.total_resets += len(index)
 
@@ -383,14 +322,11 @@ class ContinualBackprop:
         flat, slices = self._statistics.references(), self._statistics.view_slices
         return {
             group.name: torch.stack([flat[slices[n]] for n in numbers])
-            for group, numbers in zip(self.plan.groups, self._tally.views_of, strict=True)
+            for group, numbers in zip(self.plan.groups, self._scorer.tally.views_of, strict=True)
         }
 
-    def _follow_device(self) -> None:
-        device = self._tensors[self.plan.groups[0].producers[0].weight].device
-        if device != self._statistics.device:
-            self._statistics.to(device)
-            self._tally.to(device)
+    def _signs(self, like: Tensor) -> Tensor:
+        return random_signs(like, self._noise)
 
     def _unscale(self) -> float:
         return 1.0 if self.scaler is None else 1.0 / float(self.scaler.get_scale())
@@ -412,8 +348,8 @@ class ContinualBackprop:
             return
         scale = float(self.scaler.get_scale())
         if self._scale is not None and scale != self._scale:
-            self._tally.clear()
-            self._observer.passes = []
+            self._scorer.tally.clear()
+            self._scorer.observer.passes = []
         self._scale = scale
 
     def _warn_of_unseen(self, group: Group) -> None:

@@ -23,17 +23,35 @@ class Direction:
         output: ``(batch, ...)``.
         cotangents: yields tensors of the output's shape.
         examples: the number of examples in the output.
+        several: whether there is more than one cotangent.
     """
 
     output: Tensor
     cotangents: Callable[[], Iterator[Tensor]]
     examples: int
+    several: bool = False
+
+    def stacked(self) -> Tensor:
+        """All cotangents in one tensor, ``(directions, *output.shape)``."""
+        return torch.stack(list(self.cotangents()))
 
 
 def direction_of(
-    gradient: str | None, logits: Tensor | None, target: Tensor | None, score: Tensor | None, generator: torch.Generator
+    gradient: str | None,
+    logits: Tensor | None,
+    target: Tensor | None,
+    score: Tensor | None,
+    signs: Callable[[Tensor], Tensor],
+    traced: bool = False,
 ) -> Direction:
-    """The direction a utility asks for, from what the user gave."""
+    """The direction a utility asks for, from what the user gave.
+
+    Args:
+        gradient: the utility's.
+        logits, target, score: as for :meth:`gxd.ContinualBackprop.observe`.
+        signs: draws the random signs for logits, see :func:`random_signs`.
+        traced: the values are not to be looked at.
+    """
     if score is not None:
         if logits is not None or target is not None:
             raise ValueError("observe(score=...) takes the place of logits and target: give one or the other")
@@ -48,8 +66,8 @@ def direction_of(
             "output use observe(score=...)"
         )
     if gradient == "sketch":
-        signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-        return Direction(logits, lambda: iter([signs.to(logits)]), logits.shape[0])
+        mixture = signs(logits)
+        return Direction(logits, lambda: iter([mixture]), logits.shape[0])
     if gradient == "all":
         if target is None and logits.dim() > 2:
             raise ValueError(
@@ -57,11 +75,16 @@ def direction_of(
                 "axis: give the target, whose shape tells"
             )
         dim = 1 if target is None else _class_dim(logits, _checked_target(target))
-        return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0])
+        return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0], several=logits.shape[dim] > 1)
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
-    one_hot = _one_hot(logits, target)
+    one_hot = _one_hot(logits, target, traced)
     return Direction(logits, lambda: iter([one_hot]), logits.shape[0])
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """+1 or -1 for every entry, drawn on the host so that they are the same on every device."""
+    return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(like)
 
 
 def _check_output(output: Tensor, name: str) -> None:
@@ -85,7 +108,7 @@ def _checked_target(target: Tensor) -> Tensor:
     return target
 
 
-def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
+def _one_hot(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
     """1 at the target class of every example (and position), or the class probabilities."""
     _checked_target(target)
     if target.is_floating_point() and target.shape == logits.shape:
@@ -103,7 +126,9 @@ def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
         )
     dim = _class_dim(logits, target)
     index = target.detach().long().unsqueeze(dim)
-    if index.device.type == "cpu":  # elsewhere an index out of range ends the process, so ignored ones must go first
+    if (
+        index.device.type == "cpu" and not traced
+    ):  # elsewhere an index out of range ends the process, so ignored ones must go first
         try:
             return torch.zeros_like(logits).scatter_(dim, index, 1.0)
         except RuntimeError:

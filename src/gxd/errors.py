@@ -23,3 +23,7 @@ class ObservationWarning(UserWarning):
 
 class ResetWarning(UserWarning):
     """Something about a reset could not be done exactly, for instance optimizer state of an unknown shape."""
+
+
+class CompileWarning(UserWarning):
+    """A compiled step could not be compiled, and runs eagerly. The message says why."""

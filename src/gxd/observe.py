@@ -131,12 +131,14 @@ class Observer:
         if not self.muted:
             kept.append(gradient.detach())
 
-    def gradients(self, direction: Direction, passes: Sequence[Pass]) -> Iterator[Gradients]:
-        """The gradients of an output by all captured views, for one cotangent after the other."""
+    def gradients(self, direction: Direction, passes: Sequence[Pass], stacked: bool = False) -> Iterator[Gradients]:
+        """The gradients of an output by all captured views, for one cotangent after the other; or, ``stacked``, for all
+        at once, with the directions on a first axis.
+        """
         captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
         aliases = [alias for _, _, c in captures for alias in c.aliases]
-        for cotangent in direction.cotangents():
-            parts = iter(self._pull_back(direction.output, aliases, cotangent))
+        for cotangent in [direction.stacked()] if stacked else direction.cotangents():
+            parts = iter(self._pull_back(direction.output, aliases, cotangent, stacked))
             found: dict[int, dict[int, Tensor]] = {}
             for number, view, c in captures:
                 gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]
@@ -144,10 +146,14 @@ class Observer:
                     found.setdefault(number, {})[view] = sum_of(gradients)
             yield found
 
-    def _pull_back(self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def _pull_back(
+        self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor, stacked: bool
+    ) -> tuple[Tensor | None, ...]:
         self.muted = True  # these are no gradients of the loss
         try:
-            return torch.autograd.grad(output, aliases, cotangent, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(
+                output, aliases, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=stacked
+            )
         except RuntimeError as error:
             if "second time" in str(error) or "freed" in str(error):
                 raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error

@@ -24,6 +24,7 @@ class Statistics:
         birth: ``(units,)`` the step at which each unit was last reset.
         mean, mean_weight: ``(views,)`` running mean of h, one entry per view and unit.
         utility, utility_weight: ``(units,)`` running score.
+        waits: whether the host looks at each update. Cheapest on the CPU; elsewhere it would wait for the device.
     """
 
     TENSORS = ("birth", "mean", "mean_weight", "utility", "utility_weight", "nonfinite")
@@ -42,6 +43,7 @@ class Statistics:
         self.utility_weight = torch.zeros_like(self.utility)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.ahead: tuple[Tensor, Tensor] | None = None
+        self.waits = device.type == "cpu"
 
     @property
     def device(self) -> torch.device:
@@ -54,6 +56,7 @@ class Statistics:
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self.ahead = None if self.ahead is None else (self.ahead[0].to(device), self.ahead[1].to(device))
+        self.waits = device.type == "cpu"
         for name in self.TENSORS:
             setattr(self, name, getattr(self, name).to(device))
 
@@ -89,9 +92,9 @@ class Statistics:
         new: tuple[Tensor, ...] = (*self.ahead, *_averaged(self.utility, self.utility_weight, score, gain))
         old = (self.mean, self.mean_weight, self.utility, self.utility_weight)
         total = new[0].sum() + new[2].sum()  # finite if and only if all of them are, but for an overflow of the sum
-        if self.device.type != "cpu":  # decided on the device: the host need not wait for the answer
+        if not self.waits:
             finite = torch.isfinite(total)
-            self.nonfinite += ~finite
+            self.nonfinite = self.nonfinite + ~finite
             new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
         elif not math.isfinite(total.item()):
             self.nonfinite += 1

@@ -72,19 +72,25 @@ class Tally:
         return self.score is None
 
     @torch.no_grad()
-    def add(self, passes: Sequence[Pass], directions: Iterable[Gradients], examples: int | None) -> None:
-        """Take in some passes, with the gradients by their views in one or more directions of the output."""
+    def add(
+        self, passes: Sequence[Pass], directions: Iterable[Gradients], examples: int | None, stacked: bool = False
+    ) -> None:
+        """Take in some passes, with the gradients by their views in one or more directions of the output; ``stacked``
+        if the gradients have a first axis of directions.
+        """
         blocks = [block for number, one in enumerate(passes) for block in self._blocks(number, one, examples)]
         if not blocks:
             return
         before, ahead = (self.mean, list(self.mean_count)), self.statistics.ahead
         try:
-            self._add(blocks, directions, examples)
+            self._add(blocks, directions, examples, stacked)
         except BaseException:  # a utility that fails leaves nothing behind
             (self.mean, self.mean_count), self.statistics.ahead = before, ahead
             raise
 
-    def _add(self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None) -> None:
+    def _add(
+        self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None, stacked: bool
+    ) -> None:
         for block in blocks:
             for slot, h in zip(block.slots, block.h, strict=True):
                 self._add_mean(slot, h.sum((0, 1)), h.shape[0] * h.shape[1])
@@ -92,7 +98,12 @@ class Tally:
         scores: list[list[Tensor]] = [[] for _ in blocks]
         for gradients in directions:
             for block, found in zip(blocks, scores, strict=True):
-                found.append(self._score(block, gradients.get(block.number, {}), references, examples))
+                seen = gradients.get(block.number, {})
+                if stacked:
+                    score = torch.vmap(lambda g, b=block: self._score(b, g, references, examples))
+                    found.append(score(dict(seen)).mean(0))
+                else:
+                    found.append(self._score(block, seen, references, examples))
         for block, found in zip(blocks, scores, strict=True):
             count = block.h[0].shape[0]
             self._add_score(block.groups, sum_of(found) * (count / len(found)), count)

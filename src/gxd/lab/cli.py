@@ -70,7 +70,7 @@ def _complain(message: str, code: int) -> int:
 
 def _in_words(error: OSError) -> str:
     what = f" ({error.filename})" if error.filename else ""
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"the disk is full{what}: free some space, and the same command goes on from the last complete task"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission{what}: choose a directory that can be written to"

@@ -1,0 +1,376 @@
+"""The reset-cost assay: train, stop at checkpoints, clamp every unit, compare with the utilities. ``gxd assay``."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+import gxd
+from gxd.lab import streams
+from gxd.lab.assay_config import AssayConfig
+from gxd.lab.errors import UserError
+from gxd.lab.progress import Board, Progress
+from gxd.lab.store import RunDirectory, read_json, write_bytes
+from gxd.lab.streams import Stream, Task
+
+LINES = "assay.jsonl"
+FRACTION = 0.05
+SAVE_EVERY = 20.0  # seconds; what a kill costs. The numbers do not depend on it
+
+Report = Callable[[Progress], None]
+
+
+# --- one assay --------------------------------------------------------------------------------------------------------
+
+
+def assay(config: AssayConfig, root: str | Path, *, report: Report | None = None) -> Path:
+    """Train and assay one model to the end, or go on where it stopped. Returns the assay directory.
+
+    The lines are the same whether or not it was interrupted: tasks are functions of (seed, number), and an assay
+    leaves the model as it was.
+    """
+    config = config.resolved()
+    path = config.directory(root)
+    with RunDirectory(path, cast(Any, config)) as directory, _threads(config.threads):
+        if directory.status().get("status") not in ("done", "diverged"):
+            _Assay(config, directory, report or (lambda progress: None)).run()
+    return path
+
+
+class _Assay:
+    """One model on its way through the checkpoints."""
+
+    def __init__(self, config: AssayConfig, directory: RunDirectory, report: Report) -> None:
+        assert config.checkpoints is not None and config.lr is not None
+        assert config.momentum is not None and config.weight_decay is not None
+        self.config, self.directory, self.report = config, directory, report
+        self.checkpoints, self.device = config.checkpoints, torch.device(config.device)
+        self.stream: Stream = config.stream()
+        self.model = config.build(self.stream).to(self.device)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        example = self.task(0).draw(2)[0][0]
+        self.plan = gxd.find_units(self.model, example, residual=config.residual)
+        self.began = time.monotonic() - float(directory.status().get("seconds", 0.0))
+        self.saved = time.monotonic()
+        self.accuracy: float | None = None
+        self.done = 0  # rounds
+        state = directory.load(self.device)
+        if state is not None:
+            self.done = int(state["done"])
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def run(self) -> None:
+        rounds, lines = max(self.checkpoints), read_lines(self.directory.path)
+        known = {line["checkpoint"] for line in lines}
+        self._tell(len(known))
+        while True:
+            if self.done in self.checkpoints and self.done not in known:
+                self.save()
+                lines.append(self.measure())
+                write_lines(self.directory.path, lines)
+                known.add(self.done)
+                self._tell(len(known))
+            if self.done >= rounds:
+                break
+            if not self.learn():
+                self.directory.set_status("diverged", self.done, time.monotonic() - self.began)
+                return
+            self.done += 1
+            self._tell(len(known))
+            if time.monotonic() - self.saved > SAVE_EVERY:
+                self.save()
+        self.directory.set_status("done", self.done, time.monotonic() - self.began)
+
+    def save(self) -> None:
+        self.directory.save(
+            {"done": self.done, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        )
+        self.directory.set_status("running", self.done, time.monotonic() - self.began)
+        self.saved = time.monotonic()
+
+    def _tell(self, assayed: int) -> None:
+        steps = max(self.checkpoints) + len(self.checkpoints)
+        self.report(Progress(self.done + assayed, steps, self.accuracy))
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def task(self, number: int) -> Task:
+        task = self.stream.task(number)
+        size = self.config.train_size
+        if size is None:
+            return task
+        if size > len(task.train_labels):
+            raise UserError(f"train_size={size} is more than the {len(task.train_labels)} images there are")
+        rows = torch.randperm(len(task.train_labels), generator=streams.generator(self.config.seed, "subset"))[:size]
+        rows = rows.to(task.train_labels.device)
+        return replace(task, train_images=task.train_images[rows], train_labels=task.train_labels[rows])
+
+    def learn(self) -> bool:
+        """Train for one round. Returns False if the model has diverged."""
+        config, several = self.config, self.config.tasks != 1
+        assert config.lr is not None and config.lr_drops is not None and config.epochs is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * 0.2 ** sum(self.done >= drop for drop in config.lr_drops)
+        task = self.task(self.done if several else 0)
+        self.model.train()
+        for epoch in range(config.epochs) if several else [self.done]:
+            for x, y in task.batches(epoch):
+                F.cross_entropy(self.model(x), y).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return all(bool(p.isfinite().all()) for p in self.model.parameters())
+
+    # --- assaying -----------------------------------------------------------------------------------------------------
+
+    def measure(self) -> dict[str, Any]:
+        """The line of this checkpoint, on data of the task that was trained last."""
+        config = self.config
+        assert config.utilities is not None
+        task = self.task(max(0, self.done - 1) if config.tasks != 1 else 0)
+        self.accuracy = accuracy(self.model, task)
+        calibration, probe = task.draw(config.calibration, config.probe)
+        cost = gxd.reset_cost(
+            self.model,
+            calibration,
+            probe,
+            utilities=config.utilities,
+            plan=self.plan,
+            units_per_group=config.units_per_group,
+            all_logit_examples=config.all_logit_examples,
+            positions=config.positions,
+            seed=streams.generator(config.seed, self.done, "assay").initial_seed(),
+        )
+        return {"checkpoint": self.done, "test_accuracy": self.accuracy, **line(cost)}
+
+
+def line(cost: gxd.ResetCost) -> dict[str, Any]:
+    """What ``assay.jsonl`` says about one checkpoint: every group by itself; null where something is undefined."""
+    metrics = list(cost.shocks)
+    rho = {metric: cost.spearman_by_group(metric) for metric in metrics}
+    shock = {metric: cost.shock_by_group(FRACTION, metric) for metric in metrics}
+    return {
+        "groups": {name: len(units) for name, units in cost.units.items()},
+        "utilities": {
+            name: {
+                "spearman": {metric: _finite(rho[metric][name]) for metric in metrics},
+                "shock": {metric: _finite(shock[metric][name]) for metric in metrics},
+            }
+            for name in cost.scores
+        },
+        "oracle": {metric: _finite(cost.oracle_by_group(FRACTION, metric)) for metric in metrics},
+        "fraction": FRACTION,
+        "calibration": cost.calibration,
+        "probe": cost.probe,
+    }
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, task: Task) -> float:
+    """The share of the task's test images that the model, in evaluation mode, classifies rightly."""
+    model.eval()
+    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in task.test())
+    return hits / len(task.test_labels)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The checkpoints of an assay directory that are complete."""
+    file = path / LINES
+    if not file.exists():
+        return []
+    try:
+        return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: delete {path}, and the assay starts anew") from error
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Replace ``assay.jsonl``, all at once."""
+    write_bytes(path / LINES, "".join(json.dumps(one) + "\n" for one in lines).encode())
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+@contextmanager
+def _threads(wanted: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        torch.set_flush_denormal(True)  # dying units are full of denormals, with which a CPU is many times slower
+        if wanted is not None:
+            torch.set_num_threads(wanted)
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+
+
+# --- several, each in a process of its own ----------------------------------------------------------------------------
+
+
+def assay_all(configs: Sequence[AssayConfig], root: Path, board: Board, jobs: int) -> dict[int, str]:
+    """Do all assays, so many at a time. Returns the number of each that failed, with the reason."""
+    failed: dict[int, str] = {}
+    waiting = list(enumerate(configs))
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    busy: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                number, config = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(config, root, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                busy[ours] = (number, process)
+            for pipe in cast("list[Connection]", wait(list(busy))):
+                number, process = busy[pipe]
+                name = configs[number].label()
+                try:
+                    said = pipe.recv()
+                except EOFError:  # it is over, one way or the other
+                    process.join()
+                    del busy[pipe]
+                    if process.exitcode and number not in failed:
+                        failed[number] = f"its process ended with exit code {process.exitcode}; start it again"
+                    board.finish(name, f"failed: {failed[number]}" if number in failed else "")
+                else:
+                    if isinstance(said, Progress):
+                        board.update(name, said)
+                    else:
+                        failed[number] = said
+    finally:
+        for _, process in busy.values():
+            process.terminate()
+            process.join()
+    return failed
+
+
+def _work(config: AssayConfig, root: Path, pipe: Connection) -> None:
+    try:
+        assay(config, root, report=pipe.send)
+    except KeyboardInterrupt:
+        pass
+    except (UserError, OSError) as error:
+        pipe.send(str(error))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``gxd assay`` takes."""
+
+    config: tyro.conf.OmitArgPrefixes[AssayConfig] = field(default_factory=AssayConfig)
+    activation: tuple[str, ...] = ("relu",)
+    """One assay for each: relu, silu, leaky_relu, tanh.
+    Paper: all four for the MLP, relu for ResNet-18."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One assay for each. A seed gives the tasks and the weights.
+    Paper: 3 seeds."""
+    out: Path = Path("runs")
+    """Where results go. Assays that are there already are taken up where they stopped."""
+    jobs: int | None = None
+    """Assays at a time, each in a process of its own. None: as many as there are cores."""
+
+
+def command(argv: list[str]) -> int:
+    """``gxd assay ...``."""
+    from gxd.lab.arguments import parse
+    from gxd.lab.workers import cores
+
+    options = parse(Options, argv, "gxd assay", description=AssayConfig.__doc__)
+    if not options.activation or not options.seeds:
+        raise UserError("--activation and --seeds need at least one value each")
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"jobs={options.jobs} must be 1 or more")
+    configs = [
+        replace(options.config, activation=activation, seed=seed)
+        for activation in dict.fromkeys(options.activation)
+        for seed in dict.fromkeys(options.seeds)
+    ]
+    for config in configs:
+        config.resolved()  # a mistake shows before anything is started
+    failed: dict[int, str] = {}
+    jobs = options.jobs or cores()
+    with Board(len(configs)) as board:
+        if jobs == 1 or len(configs) == 1:
+            for config in configs:
+                assay(config, options.out, report=board.follow(config.label()))
+                board.finish(config.label())
+        else:
+            failed = assay_all(configs, options.out, board, jobs)
+    paths = [config.directory(options.out) for config in configs]
+    print("\n\n".join(summaries(paths)))
+    print("\n" + "\n".join(dict.fromkeys(str(path.parent) for path in paths)))
+    if failed:
+        names = "; ".join(f"{configs[number].label()}: {reason}" for number, reason in failed.items())
+        raise UserError(f"{len(failed)} of {len(configs)} assays failed. {names}")
+    return 0
+
+
+def summaries(paths: Sequence[Path]) -> list[str]:
+    """One table per setting: mean and standard error over seeds x checkpoints of the means over layers."""
+    by_setting: dict[Path, list[Path]] = {}
+    for path in paths:
+        by_setting.setdefault(path.parent, []).append(path)
+    tables = []
+    for setting, members in by_setting.items():
+        points = [point for path in members for point in read_lines(path)]
+        endings = [read_json(path / "status.json") for path in members if (path / "status.json").exists()]
+        diverged = sum(ending.get("status") == "diverged" for ending in endings)
+        note = f", {diverged} diverged" if diverged else ""
+        tables.append(f"{setting.name}: {len(members)} seeds, {len(points)} checkpoints{note}\n{table(points)}")
+    return tables
+
+
+def table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Spearman and Shock@5% of every utility, as in the paper's Table 1 and Figure 2."""
+    names = list(dict.fromkeys(name for point in points for name in point["utilities"]))
+    width = max(map(len, ["utility", *names]))
+    columns = [(what, metric) for what in ("spearman", "shock") for metric in ("l1", "kl")]
+    titles = {"spearman": "Spearman", "shock": "Shock@5%"}
+    rows = [
+        f"{'utility':{width}}" + "".join(f"  {titles[what] + ' ' + metric.upper():>17}" for what, metric in columns)
+    ]
+    for name in names:
+        cells = [
+            _cell([point["utilities"][name][what][metric] for point in points if name in point["utilities"]])
+            for what, metric in columns
+        ]
+        rows.append(f"{name:{width}}" + "".join(f"  {cell:>17}" for cell in cells))
+    oracle = [_cell([point["oracle"][metric] for point in points]) for metric in ("l1", "kl")]
+    rows.append(f"{'oracle':{width}}" + "".join(f"  {cell:>17}" for cell in ["", "", *oracle]))
+    return "\n".join(rows)
+
+
+def _cell(by_group: Sequence[Mapping[str, float | None]]) -> str:
+    values = []
+    for groups in by_group:
+        defined = [value for value in groups.values() if value is not None]
+        if defined:
+            values.append(sum(defined) / len(defined))
+    if not values:
+        return "-"
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return f"{mean:.3g}"
+    se = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return f"{mean:.3f} ± {se:.3f}" if mean >= 0.01 or mean <= 0 else f"{mean:.2e} ± {se:.0e}"

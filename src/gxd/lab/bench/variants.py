@@ -1,0 +1,112 @@
+"""The ways to train a model that are compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gxd
+from gxd.lab import steps
+from gxd.lab.bench.measure import Make, Step
+from gxd.lab.errors import UserError
+
+# Units must mature within the warm-up, so that resets fall into what is timed.
+MATURITY = 20
+Trainee = tuple[nn.Module, torch.optim.Optimizer, gxd.ContinualBackprop | None]
+
+
+@dataclass
+class Setting:
+    """A model and its batches, the same for every variant."""
+
+    title: str
+    model: Callable[[], nn.Module]
+    batch: tuple[int, ...]
+    classes: int
+    momentum: float = 0.0
+    device: str = "cpu"
+    _plans: dict[str, gxd.UnitPlan] = field(default_factory=dict)
+
+    def fresh(self) -> nn.Module:
+        """A new model, equal each time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.model().to(self.device)
+
+    def plan(self, residual: str = "skip") -> gxd.UnitPlan:
+        """The units of the model; traced once."""
+        if residual not in self._plans:
+            example = torch.zeros(2, *self.batch[1:], device=self.device)
+            self._plans[residual] = gxd.find_units(self.fresh(), example, residual=residual)
+        return self._plans[residual]
+
+    def trainee(self, utility: str | None, **options: Any) -> Trainee:
+        """A new model and its optimizer, with resets by ``utility`` attached to them, or without."""
+        model = self.fresh()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=self.momentum)
+        if utility is None:
+            return model, optimizer, None
+        options = {"replacement_rate": 1e-4, "maturity": MATURITY, "residual": "skip", **options}
+        plan = self.plan(options.pop("residual"))
+        return model, optimizer, gxd.ContinualBackprop(model, optimizer, plan=plan, utility=utility, **options)
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """A few batches, so that the loss does not vanish."""
+        draw = torch.Generator().manual_seed(1)
+        return [
+            (
+                torch.randn(self.batch, generator=draw).to(self.device),
+                torch.randint(self.classes, self.batch[:1], generator=draw).to(self.device),
+            )
+            for _ in range(8)
+        ]
+
+    def repeat(self, step: steps.Step) -> Step:
+        """The step on one batch after the other."""
+        turn = itertools.cycle(self.batches())
+        return lambda: step(*next(turn))
+
+
+def eager(setting: Setting, utility: str | None = None, **options: Any) -> Make:
+    """Backprop, or resets by ``utility``, as in the README. The options are those of ``ContinualBackprop``, and
+    ``residual``.
+    """
+
+    def make() -> Step:
+        model, optimizer, cbp = setting.trainee(utility, **options)
+        return setting.repeat(steps.eager_step(model, optimizer, F.cross_entropy, cbp))
+
+    return make
+
+
+def compiled(setting: Setting, utility: str | None = None, **options: Any) -> Make:
+    """The same as one compiled function."""
+
+    def make() -> Step:
+        compiled_step = getattr(gxd, "compiled_step", None)
+        if compiled_step is None:
+            raise UserError("gxd.compiled_step is not there")
+        model, optimizer, cbp = setting.trainee(utility, **options)
+        return setting.repeat(compiled_step(model, optimizer, F.cross_entropy, cbp))
+
+    return make
+
+
+def ccbp(setting: Setting, **options: Any) -> Make:
+    """The optimizer wrapper of ccbp-pytorch."""
+
+    def make() -> Step:
+        try:
+            from ccbp_pytorch import CCBP
+        except ImportError:
+            raise UserError("ccbp-pytorch is not installed") from None
+        model, optimizer, _ = setting.trainee(None)
+        return setting.repeat(steps.eager_step(model, CCBP(optimizer, model=model, **options), F.cross_entropy))
+
+    return make

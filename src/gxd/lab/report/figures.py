@@ -1,0 +1,336 @@
+"""The figures of the paper, drawn from the runs found. A panel without runs says which command makes them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gxd.lab.report import numbers, paper, style
+from gxd.lab.report.evidence import AssayColumn, Curve, Group, Panel, curve
+from gxd.lab.report.tables import panel_label
+
+Panels = Mapping[Panel, Mapping[str, Group]]
+SMOOTH = 50  # tasks, of the moving average of Fig. 4
+UTILITIES = (*paper.COMPARED, "gxd_sketch")
+
+
+@dataclass
+class Picture:
+    """A figure for the page: drawn, or only the commands that would make its runs."""
+
+    name: str
+    title: str
+    caption: str
+    drawn: Figure | None = None
+    missing: list[str] = field(default_factory=list)
+    alt: str = ""
+
+
+def stream_figures(experiment: str, panels: Panels) -> list[Picture]:
+    """Fig. 1, Fig. 3, Fig. 4 left and the appendix' GXI figure, for Permuted MNIST or Permuted digits."""
+    name = paper.EXPERIMENTS.get(experiment, experiment)
+    ours = "" if experiment in paper.TASKS else " (ours)"
+    leaky, norm, relu = ("leaky_relu", False), ("relu", True), ("relu", False)
+    local = ("backprop", "activation", "contribution", "mc_adaptable_contribution", "loss_gradient")
+    four: tuple[Panel, ...] = tuple((activation, False) for activation in paper.ACTIVATIONS)
+    main = ("backprop", "contribution", "mc_adaptable_contribution", "gxd", "gxd_sketch")
+    shade = "Mean over seeds, shaded ± SE; × marks a diverged run, after which the mean is over those alive."
+    return [
+        _curves(
+            f"{experiment}-fig1-utility-failures",
+            f"Fig. 1, {name}{ours}: where existing utilities fail",
+            f"Left: LeakyReLU. Centre: LayerNorm. Right: ReLU with loss gradient. {shade}",
+            experiment,
+            panels,
+            [(leaky, local), (norm, local), (relu, ("backprop", "contribution", "loss_gradient"))],
+            columns=3,
+        ),
+        _curves(
+            f"{experiment}-fig3-activations",
+            f"Fig. 3, {name}{ours}: test accuracy by activation",
+            shade,
+            experiment,
+            panels,
+            [(panel, main) for panel in four],
+        ),
+        _curves(
+            f"{experiment}-fig4-layernorm",
+            f"Fig. 4 left, {name}{ours}: ReLU with LayerNorm",
+            shade,
+            experiment,
+            panels,
+            [(norm, (*main, "loss_gradient"))],
+            columns=1,
+        ),
+        _curves(
+            f"{experiment}-app-gxi-gradient",
+            f"Appendix, {name}{ours}: GXI, GXD and loss gradient",
+            shade,
+            experiment,
+            panels,
+            [(panel, ("gxi", "gxd", "loss_gradient")) for panel in four],
+        ),
+    ]
+
+
+def cifar_figures(panels: Panels) -> list[Picture]:
+    """Fig. 4 right and the appendix' absolute accuracy."""
+    relu = ("relu", False)
+    methods = ("contribution", "mc_adaptable_contribution", "gxd", "gxd_sketch")
+    baseline = panels.get(relu, {}).get("backprop")
+    relative = _curves(
+        "cifar100-fig4-relative",
+        "Fig. 4 right, Continuous CIFAR-100: accuracy relative to backprop",
+        f"Difference to backprop on the same seed, in percentage points; {SMOOTH}-task moving average (over the "
+        "tasks so far at the start). Shaded ± SE over seeds.",
+        "cifar100",
+        panels if baseline else {},
+        [(relu, methods)],
+        columns=1,
+        make=lambda group: curve(group, smooth=SMOOTH, baseline=baseline),
+        unit="points above backprop",
+        zero=True,
+    )
+    if baseline is None and panels:
+        relative.missing.insert(0, _command("cifar100", relu, "backprop"))
+    absolute = _curves(
+        "cifar100-app-absolute",
+        "Appendix, Continuous CIFAR-100: absolute test accuracy",
+        f"{SMOOTH}-task moving average. Shaded ± SE over seeds.",
+        "cifar100",
+        panels,
+        [(relu, ("backprop", *methods))],
+        columns=1,
+        make=lambda group: curve(group, smooth=SMOOTH),
+    )
+    return [relative, absolute]
+
+
+def assay_figures(columns: Mapping[paper.Column, AssayColumn]) -> list[Picture]:
+    """Fig. 2 and the appendix' variants: Shock@5% bars with the oracle."""
+    text = (
+        "Mean logit L1 change from clamping each of the 5 % units of lowest utility per layer to its reference; "
+        "lower is better. Error bars: SE over seeds × checkpoints. The line is the oracle: the least possible."
+    )
+    return [
+        _bars("fig2-shock", "Fig. 2: Shock@5%", text, columns, UTILITIES),
+        _bars(
+            "app-shock-variants", "Appendix: Shock@5% of the variants", text, columns, (*paper.VARIANTS, "gxd_sketch")
+        ),
+    ]
+
+
+def diagnostics(experiment: str, panels: Panels) -> Picture:
+    """What happens inside the network, by activation: dormant units, rank, norms. Ours."""
+    metrics = {
+        "dormant_fraction": "dormant units, %",
+        "effective_rank": "effective rank",
+        "weight_norm": "weight norm",
+        "bias_norm": "bias norm",
+    }
+    with style.styled():
+        figure = style.new_figure(12.0, 1.75 * len(panels) + 0.5)
+        grid = figure.subplots(len(panels), len(metrics), squeeze=False, sharex=True)
+        drawn: dict[str, Artist] = {}
+        for row, (panel, methods) in enumerate(panels.items()):
+            for column, (metric, unit) in enumerate(metrics.items()):
+                axes = grid[row][column]
+                for method, group in methods.items():
+                    line = curve(group, metric)
+                    if line is not None:
+                        drawn[method] = draw(axes, line, method, 100.0 if unit.endswith("%") else 1.0)
+                if row == 0:
+                    axes.set_title(unit)
+                if column == 0:
+                    axes.set_ylabel(panel_label(panel), color=style.INK)
+                if row == len(panels) - 1:
+                    axes.set_xlabel("task")
+                axes.set_ylim(bottom=0)
+                axes.locator_params(nbins=4)
+        order = sorted(drawn, key=paper.method_order)
+        names = [paper.method_label(method) for method in order]
+        figure.legend([drawn[m] for m in order], names, loc="outside right upper", frameon=False, fontsize=8)
+    return Picture(
+        f"{experiment}-inside",
+        f"Inside the networks, {paper.EXPERIMENTS.get(experiment, experiment)} (ours)",
+        "Mean over the living seeds, shaded ± SE. Dormant units, ranks and norms are defined in gxd.lab.metrics.",
+        figure,
+        alt="Dormant units, effective rank, weight norm and bias norm over tasks",
+    )
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def _curves(
+    name: str,
+    title: str,
+    caption: str,
+    experiment: str,
+    panels: Panels,
+    wanted: Sequence[tuple[Panel, Sequence[str]]],
+    *,
+    columns: int = 2,
+    make: Callable[[Group], Curve | None] = curve,
+    unit: str = "test accuracy, %",
+    zero: bool = False,
+) -> Picture:
+    lines: list[dict[str, Curve]] = []
+    missing = []
+    for panel, methods in wanted:
+        here = {}
+        for method in methods:
+            group = panels.get(panel, {}).get(method)
+            line = make(group) if group is not None else None
+            if line is not None:
+                here[method] = line
+            elif method != "gxd_sketch":  # ours: its absence leaves nothing of the paper out
+                missing.append(_command(experiment, panel, method))
+        lines.append(here)
+    picture = Picture(name, title, caption, None, missing)
+    if not any(lines):
+        return picture
+    rows = -(-len(wanted) // columns)
+    width, height = {1: (7.2, 3.6), 2: (10.4, 2.9), 3: (12.4, 3.0)}[columns]
+    with style.styled():
+        figure = style.new_figure(width, height * rows)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for i, ((panel, _), here) in enumerate(zip(wanted, lines, strict=True)):
+            axes = grid[i // columns][i % columns]
+            if len(wanted) > 1 or panel[1]:
+                axes.set_title(panel_label(panel))
+            if not here:
+                _empty(axes, f"gxd run {experiment} --activation {panel[0]}{' --layer-norm' if panel[1] else ''}")
+                continue
+            for method, line in here.items():
+                draw(axes, line, method, 100.0)
+            if zero:
+                axes.axhline(0, color=style.MUTED, linewidth=0.8)
+            axes.set_xlabel("task")
+            if i % columns == 0:
+                axes.set_ylabel(unit)
+            fit(axes, here)
+            style.label_ends(axes, [end_label(method, line) for method, line in here.items()], room=height * 0.72)
+    picture.drawn = figure
+    picture.alt = f"{title}. " + "; ".join(
+        f"{panel_label(panel)}: "
+        + ", ".join(f"{paper.method_label(m)} {c.mean[-1] * 100:.1f}" for m, c in here.items())
+        for (panel, _), here in zip(wanted, lines, strict=True)
+        if here
+    )
+    return picture
+
+
+def draw(axes: Axes, line: Curve, method: str, scale: float) -> Artist:
+    """Draw one curve in the colour of its method, and return the line."""
+    hue, ours = style.colour(method), method == "gxd"
+    mean = [value * scale for value in line.mean]
+    low = [(value - (se if se == se else 0)) * scale for value, se in zip(line.mean, line.se, strict=True)]
+    high = [(value + (se if se == se else 0)) * scale for value, se in zip(line.mean, line.se, strict=True)]
+    (handle,) = axes.plot(line.x, mean, color=hue, linewidth=2.3 if ours else 1.5, zorder=4 if ours else 3)
+    axes.fill_between(line.x, low, high, color=hue, alpha=0.16, linewidth=0, zorder=2)
+    for death in line.deaths:
+        nearest = min(range(len(line.x)), key=lambda i: abs(line.x[i] - death))
+        axes.plot(line.x[nearest], mean[nearest], marker="x", color=hue, markersize=6, markeredgewidth=1.6, zorder=5)
+    return handle
+
+
+def fit(axes: Axes, here: Mapping[str, Curve]) -> None:
+    """Limits and ticks around these curves."""
+    axes.set_xlim(0, max(line.tasks for line in here.values()))
+    axes.margins(y=0.06)
+    axes.autoscale_view(scalex=False)
+    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="y", nbins=6)
+
+
+def end_label(method: str, line: Curve) -> style.Label:
+    """The name of a curve for its end, with how many runs live."""
+    text = paper.method_label(method) + (f", {line.label}" if line.label else "")
+    return style.Label(line.x[-1], line.mean[-1] * 100, text, style.colour(method), method == "gxd")
+
+
+def _empty(axes: Axes, command: str) -> None:
+    axes.axis("off")
+    text = "no runs found\n" + "\n".join(textwrap.wrap(command, 34))
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED, fontsize=8, transform=axes.transAxes)
+
+
+def _command(experiment: str, panel: Panel, method: str) -> str:
+    norm = " --layer-norm" if panel[1] else ""
+    activation = f" --activation {panel[0]}" if experiment != "cifar100" else ""
+    return f"gxd run {experiment} --method {method}{activation}{norm}"
+
+
+def assay_command(column: paper.Column) -> str:
+    """The command that makes the assays of a column."""
+    activation = f" --activation {column[1]}" if column[0] == "mlp" else ""
+    return f"gxd assay --model {column[0]}{activation}"
+
+
+# --- bars -------------------------------------------------------------------------------------------------------------
+
+
+def _bars(
+    name: str, title: str, caption: str, columns: Mapping[paper.Column, AssayColumn], utilities: Sequence[str]
+) -> Picture:
+    wanted = list(dict.fromkeys([*paper.COLUMNS, *columns]))
+    missing = [assay_command(key) for key in paper.COLUMNS if key not in columns]
+    picture = Picture(name, title, caption, None, missing)
+    if not columns:
+        return picture
+    across = min(3, len(wanted))
+    rows = -(-len(wanted) // across)
+    with style.styled():
+        figure = style.new_figure(3.9 * across, 0.62 * rows + 0.3 * rows * len(utilities))
+        grid = figure.subplots(rows, across, squeeze=False)
+        for axes in grid.flat[len(wanted) :]:
+            axes.axis("off")
+        for key, axes in zip(wanted, grid.flat, strict=False):
+            axes.set_title(paper.column_label(key) + ("" if key in paper.COLUMNS else " (ours)"))
+            if key not in columns:
+                _empty(axes, assay_command(key))
+                continue
+            values = {u: numbers.mean(columns[key].shock(u, "l1").values()) for u in utilities}
+            values = {u: value for u, value in values.items() if value.n}
+            _bar_panel(axes, values, numbers.mean(columns[key].shock("oracle", "l1").values()))
+    picture.drawn = figure
+    picture.alt = title
+    return picture
+
+
+def _bar_panel(axes: Axes, values: Mapping[str, numbers.Mean], oracle: numbers.Mean) -> None:
+    order = list(values)
+    widths = [values[u].value for u in order]
+    errors = [values[u].se if values[u].se == values[u].se else 0.0 for u in order]
+    places = range(len(order))
+    axes.barh(places, widths, color=[style.colour(u) for u in order], height=0.66, zorder=2)
+    axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=style.INK, elinewidth=0.9, zorder=3)
+    ends = [width + error for width, error in zip(widths, errors, strict=True)]
+    longest = max([*ends, oracle.value if oracle.n else 0.0])
+    for place, end, width in zip(places, ends, widths, strict=True):
+        axes.text(end + longest * 0.02, place, f"{width:.3g}", va="center", fontsize=8, color=style.INK)
+    if oracle.n:
+        axes.axvline(oracle.value, color=style.INK, linewidth=1.0, linestyle=(0, (3, 2)), zorder=4)
+        axes.text(
+            oracle.value + longest * 0.01,
+            -0.62,
+            f"oracle {oracle.value:.3g}",
+            fontsize=7.5,
+            color=style.MUTED,
+            va="center",
+        )
+    axes.set_yticks(list(places), [paper.method_label(u) for u in order])
+    axes.tick_params(axis="y", labelcolor=style.INK)
+    axes.set_ylim(len(order) - 0.45, -0.95)
+    axes.set_xlim(0, longest * 1.18)
+    axes.locator_params(axis="x", nbins=4)
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis="x")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("shock (logit L1)")

@@ -1,0 +1,89 @@
+"""One HTML page that needs nothing else: figures inline, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from gxd.lab.report import style
+from gxd.lab.report.figures import Picture
+from gxd.lab.report.tables import Table
+
+
+@dataclass
+class Shown:
+    """A picture as the template needs it."""
+
+    name: str
+    title: str
+    caption: str
+    missing: list[str]
+    svg: Markup | None
+
+
+@dataclass
+class Block:
+    """A piece of a section: any of a picture, a table, a list, a command for what is missing, folded text."""
+
+    picture: Shown | None = None
+    table: Table | None = None
+    kind: str = ""
+    fold: bool = False
+    points: list[str] = field(default_factory=list)
+    points_title: str = ""
+    missing: str = ""
+    code: str = ""
+    code_title: str = ""
+
+
+@dataclass
+class Section:
+    """A heading with what stands below it."""
+
+    anchor: str
+    title: str
+    texts: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+
+def save_pictures(pictures: Iterable[Picture], out: Path) -> dict[str, Shown]:
+    """Write every drawn picture as PNG and SVG below ``out``, and return them for the page."""
+    shown = {}
+    for picture in pictures:
+        inline = None
+        if picture.drawn is not None:
+            with style.styled():
+                style.settle(picture.drawn)
+                vector = style.svg(picture.drawn, picture.name)
+                out.mkdir(parents=True, exist_ok=True)
+                (out / f"{picture.name}.svg").write_text(vector, encoding="utf-8")
+                (out / f"{picture.name}.png").write_bytes(style.png(picture.drawn))
+            # Our own drawing: matplotlib has escaped the text in it.
+            inline = Markup(style.inline(vector, picture.name, picture.alt))
+        shown[picture.name] = Shown(picture.name, picture.title, picture.caption, picture.missing, inline)
+    return shown
+
+
+def save_tables(made: Iterable[Table], out: Path) -> None:
+    """Write every table as Markdown, and as CSV if it has data."""
+    out.mkdir(parents=True, exist_ok=True)
+    for table in made:
+        (out / f"{table.name}.md").write_text(table.markdown(), encoding="utf-8")
+        if table.records:
+            (out / f"{table.name}.csv").write_text(table.csv(), encoding="utf-8")
+
+
+def render(
+    title: str, lead: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], *, made_by: str
+) -> str:
+    """The page. Everything that came from a run is escaped."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    source = resources.files("gxd.lab.report").joinpath("template.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source).render(
+        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by
+    )

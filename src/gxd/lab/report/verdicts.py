@@ -1,0 +1,329 @@
+"""The paper's claims, each with a rule that the runs decide. Nothing here is written by hand about a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gxd.lab.report import numbers, paper
+from gxd.lab.report.evidence import AssayColumn, Group, Panel, difference
+from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, rho, signed
+
+CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not tested at this scale"
+MARKS = {CONFIRMED: "good", REFUTED: "bad", UNTESTED: "unknown"}
+SIGNS = {CONFIRMED: "✓", REFUTED: "✗", UNTESTED: "–"}
+ARENAS = {"assay": "Reset-cost assay", **paper.EXPERIMENTS}
+CLEAR = 2.0  # standard errors
+SLACK = 0.01  # accuracy: what counts as the same to the eye
+NEAR = 0.02  # Spearman's rho: the largest gap of GXD and its all-logit version in the paper
+RULES = (
+    f"✓ {CONFIRMED}, ✗ {REFUTED}, – {UNTESTED}, by these rules. A difference counts if it is more than {CLEAR:g} "
+    "standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds in runs). "
+    f"“Keeps its plasticity”: the last tasks are at most {SLACK * 100:g} point, or {CLEAR:g} SE, below the first, "
+    "and no run diverged; “loses plasticity” is the opposite. A method that diverged more often than the other is "
+    f"never the better one. “{UNTESTED}”: no runs, fewer than two seeds, nothing to rescue because backprop kept its "
+    "plasticity, or no clear difference in less than half of the paper's training."
+)
+
+Panels = Mapping[Panel, Mapping[str, Group]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One claim, where it was looked for, what was seen, and what follows."""
+
+    claim: str
+    arena: str
+    place: str
+    scale: str
+    evidence: str
+    result: str
+
+
+def verdicts(columns: Mapping[paper.Column, AssayColumn], experiments: Mapping[str, Panels]) -> list[Verdict]:
+    """All claims, in the order of the paper."""
+    found = [*_assay_claims(columns)]
+    for name in ("permuted-mnist", "permuted-digits"):
+        found += _Stream(name, experiments.get(name, {})).claims()
+    return [*found, *_Stream("cifar100", experiments.get("cifar100", {})).cifar_claims()]
+
+
+def overview(found: Sequence[Verdict]) -> Table:
+    """One row per claim, one column per experiment."""
+    made = Table("verdicts", "The paper's claims, and what these runs say", RULES, ["Claim", *ARENAS.values()])
+    for claim in dict.fromkeys(one.claim for one in found):
+        row = [Cell(claim)]
+        for arena in ARENAS:
+            here = [one for one in found if one.claim == claim and one.arena == arena]
+            chips = tuple(Cell(f"{SIGNS[one.result]} {one.place}", "", MARKS[one.result]) for one in here)
+            row.append(Cell(" · ".join(chip.text for chip in chips), chips=chips))
+        made.rows.append(row)
+    return made
+
+
+def detail(found: Sequence[Verdict]) -> Table:
+    """One row per claim and setting, with the numbers."""
+    made = Table(
+        "verdicts-detail", "The evidence, claim by claim", RULES, ["Claim", "Tested on", "Evidence", "Verdict"]
+    )
+    for one in found:
+        where = f"{ARENAS[one.arena]}, {one.place}"
+        row = [Cell(one.claim), Cell(where, one.scale), Cell(one.evidence), Cell(one.result, "", MARKS[one.result])]
+        made.rows.append(row)
+        record = {"claim": one.claim, "tested_on": where, "scale": one.scale, "evidence": one.evidence}
+        made.records.append({**record, "verdict": one.result})
+    return made
+
+
+# --- the assay --------------------------------------------------------------------------------------------------------
+
+
+def _assay_claims(columns: Mapping[paper.Column, AssayColumn]) -> Iterator[Verdict]:
+    for key in paper.COLUMNS:
+        yield _best_utility(columns.get(key), key, "spearman")
+    for key in paper.COLUMNS:
+        yield _best_utility(columns.get(key), key, "shock")
+    yield _worst_shock(columns.get(paper.COLUMNS[0]))
+    for key in paper.COLUMNS:
+        yield _close_to_all_logit(columns.get(key), key)
+    yield _gxi_needs_the_reference(columns)
+
+
+def _checkpoints(column: AssayColumn) -> list[int]:
+    return sorted({int(point["checkpoint"]) for assay in column.assays for point in assay.checkpoints})
+
+
+def _assay(claim: str, key: paper.Column, column: AssayColumn | None, evidence: str, result: str) -> Verdict:
+    scale = "no assay"
+    if column is not None:
+        points, full = _checkpoints(column), paper.LAST_CHECKPOINT.get(key[0], 0)
+        scale = f"{len(column.assays)} seeds, checkpoints {', '.join(map(str, points))}"
+        if result == REFUTED and points and points[-1] < full / 2:
+            result = UNTESTED
+    return Verdict(claim, "assay", paper.column_label(key), scale, evidence, result)
+
+
+def _best_utility(column: AssayColumn | None, key: paper.Column, kind: str) -> Verdict:
+    claim = (
+        "GXD predicts the cost of a reset best (highest Spearman of the five)"
+        if kind == "spearman"
+        else "GXD's lowest 5 % cost least to reset (Shock@5% nearest to the oracle)"
+    )
+    if column is None:
+        return _assay(claim, key, column, "–", UNTESTED)
+    sign = 1.0 if kind == "spearman" else -1.0
+    parts, won = [], True
+    for metric, label in paper.METRICS.items():
+        values = {name: getattr(column, kind)(name, metric) for name in paper.COMPARED}
+        if any(len(samples) < 2 for samples in values.values()):
+            return _assay(claim, key, column, f"{label}: fewer than two samples of some utility", UNTESTED)
+        means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
+        rival = max((name for name in means if name != "gxd"), key=lambda name: sign * means[name])
+        gap = _paired(values["gxd"], values[rival])
+        won &= sign * gap.value > CLEAR * gap.se
+        show = rho if kind == "spearman" else _three
+        text = f"{label}: GXD {show(means['gxd'])}, next {paper.method_label(rival)} {show(means[rival])}"
+        if kind == "shock":
+            text += f", oracle {_three(numbers.mean(column.shock('oracle', metric).values()).value)}"
+        parts.append(f"{text} ({_sigmas(gap.value, gap.se)})")
+    return _assay(claim, key, column, "; ".join(parts), CONFIRMED if won else REFUTED)
+
+
+def _worst_shock(column: AssayColumn | None) -> Verdict:
+    claim, key = "With ReLU, loss gradient has the largest Shock@5% of the five", paper.COLUMNS[0]
+    values = {name: column.shock(name, "l1") for name in paper.COMPARED} if column else {}
+    if not values or any(len(samples) < 2 for samples in values.values()):
+        return _assay(claim, key, column, "–", UNTESTED)
+    means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
+    rival = max((name for name in means if name != "loss_gradient"), key=lambda name: means[name])
+    gap = _paired(values["loss_gradient"], values[rival])
+    text = f"logit L1: loss gradient {_three(means['loss_gradient'])}, next {paper.method_label(rival)} "
+    text += f"{_three(means[rival])} ({_sigmas(gap.value, gap.se)})"
+    return _assay(claim, key, column, text, CONFIRMED if gap.value > CLEAR * gap.se else REFUTED)
+
+
+def _close_to_all_logit(column: AssayColumn | None, key: paper.Column) -> Verdict:
+    claim = f"Target-logit GXD nearly matches all-logit GXD (Spearman at most {rho(NEAR)} lower)"
+    gaps = {}
+    for metric in paper.METRICS:
+        if column is not None:
+            gaps[metric] = _paired(column.spearman("gxd", metric), column.spearman("gxd_all_logit", metric))
+    if not gaps or any(gap.n < 2 for gap in gaps.values()):
+        return _assay(claim, key, column, "–", UNTESTED)
+    text = "; ".join(f"{paper.METRICS[metric]}: {_signed(gap.value)}" for metric, gap in gaps.items())
+    near = all(gap.value >= -NEAR for gap in gaps.values())
+    return _assay(claim, key, column, f"target − all: {text}", CONFIRMED if near else REFUTED)
+
+
+def _gxi_needs_the_reference(columns: Mapping[paper.Column, AssayColumn]) -> Verdict:
+    claim = "GXI (reference zero) falls further behind GXD with SiLU than with ReLU"
+    gaps, parts = [], []
+    for key in paper.COLUMNS[:2]:
+        column = columns.get(key)
+        gap = _paired(column.spearman("gxd", "l1"), column.spearman("gxi", "l1")) if column else numbers.mean([])
+        gaps.append(gap)
+        parts.append(f"{paper.column_label(key)}: GXD ahead by {_signed(gap.value)}")
+    if any(gap.n < 2 for gap in gaps):
+        return _assay(claim, paper.COLUMNS[1], None, "–", UNTESTED)
+    clear = gaps[1].value - gaps[0].value > CLEAR * math.hypot(gaps[0].se, gaps[1].se)
+    verdict = CONFIRMED if clear else REFUTED
+    return _assay(claim, paper.COLUMNS[1], columns[paper.COLUMNS[1]], "logit L1, " + "; ".join(parts), verdict)
+
+
+def _paired(ours: Mapping[tuple[int, int], float], theirs: Mapping[tuple[int, int], float]) -> numbers.Mean:
+    return numbers.mean(ours[sample] - theirs[sample] for sample in sorted(ours.keys() & theirs.keys()))
+
+
+# --- streams of tasks -------------------------------------------------------------------------------------------------
+
+RELU, SILU, LEAKY, TANH, NORM = (
+    ("relu", False),
+    ("silu", False),
+    ("leaky_relu", False),
+    ("tanh", False),
+    ("relu", True),
+)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The claims about one experiment."""
+
+    experiment: str
+    panels: Panels
+
+    def claims(self) -> Iterator[Verdict]:
+        """Permuted MNIST, and Permuted digits as if it were."""
+        for panel in (RELU, SILU, LEAKY, TANH, NORM):
+            yield self.keeps(panel, "gxd")
+        yield self.not_worse(RELU, "gxd", "contribution")
+        for method in ("contribution", "mc_adaptable_contribution"):
+            for panel in (SILU, LEAKY):
+                yield self.degrades(panel, method)
+        yield self.beats(NORM, "gxd", "backprop", rescue=False)
+        for method in ("contribution", "mc_adaptable_contribution"):
+            for panel in (SILU, LEAKY, TANH, NORM):
+                yield self.beats(panel, "gxd", method)
+        yield self.beats(NORM, "gxd", "loss_gradient")
+        yield self.beats(TANH, "mc_adaptable_contribution", "contribution")
+        yield self.near_backprop(RELU)
+        yield self.not_worse(RELU, "gxi", "gxd")
+        for panel in (TANH, SILU, LEAKY):
+            yield self.beats(panel, "gxd", "gxi")
+
+    def cifar_claims(self) -> Iterator[Verdict]:
+        """Continuous CIFAR-100."""
+        yield self.keeps(RELU, "backprop", alone=True)
+        for method in ("contribution", "mc_adaptable_contribution"):
+            yield self.beats(RELU, "gxd", method, rescue=False)
+
+    def keeps(self, panel: Panel, method: str, *, alone: bool = False) -> Verdict:
+        claim = f"{paper.method_label(method)} keeps its plasticity"
+        group = self._group(panel, method)
+        if group is None or len(group.settled) < 2:
+            return self._say(claim, panel, [group], "–", UNTESTED)
+        kept = not group.diverged and _kept(group.drop())
+        if kept and not alone and self._nothing_to_rescue(panel):
+            return self._say(claim, panel, [group], f"{_span(group)}; backprop kept it too", UNTESTED)
+        return self._say(claim, panel, [group], _span(group), CONFIRMED if kept else REFUTED)
+
+    def degrades(self, panel: Panel, method: str) -> Verdict:
+        claim = f"{paper.method_label(method)} loses plasticity or becomes unstable"
+        group = self._group(panel, method)
+        if group is None or len(group.settled) < 2:
+            return self._say(claim, panel, [group], "–", UNTESTED)
+        lost = bool(group.diverged) or not _kept(group.drop())
+        weak = not lost and (self._nothing_to_rescue(panel) or self._short([group]))
+        return self._say(claim, panel, [group], _span(group), CONFIRMED if lost else UNTESTED if weak else REFUTED)
+
+    def beats(self, panel: Panel, winner: str, loser: str, *, rescue: bool = True) -> Verdict:
+        """``rescue``: the claim is about methods that save a network, so there must be something to save it from."""
+        claim = f"{paper.method_label(winner)} ends higher than {paper.method_label(loser)}"
+        ours, theirs = self._group(panel, winner), self._group(panel, loser)
+        if ours is None or theirs is None or len(ours.settled) < 2 or len(theirs.settled) < 2:
+            return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
+        gap, risk = difference(ours, theirs), _risk(ours) - _risk(theirs)
+        text = f"{_ends(ours)}, {_ends(theirs)}"
+        if gap.n < 2:  # too few lived to compare accuracies: survival decides
+            return self._say(claim, panel, [ours, theirs], text, CONFIRMED if risk < 0 else REFUTED)
+        text += f" ({_sigmas(gap.value, gap.se)})"
+        clear = gap.value > CLEAR * gap.se and risk <= 0
+        contrary = gap.value < -CLEAR * gap.se or risk > 0
+        weak = not contrary and ((rescue and self._nothing_to_rescue(panel)) or self._short([ours, theirs]))
+        result = CONFIRMED if clear else UNTESTED if weak else REFUTED
+        return self._say(claim, panel, [ours, theirs], text, result)
+
+    def not_worse(self, panel: Panel, method: str, other: str) -> Verdict:
+        claim = f"With ReLU, {paper.method_label(method)} ends as high as {paper.method_label(other)}"
+        ours, theirs = self._group(panel, method), self._group(panel, other)
+        if ours is None or theirs is None or difference(ours, theirs).n < 2:
+            return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
+        gap = difference(ours, theirs)
+        fine = gap.value >= -max(SLACK, CLEAR * gap.se) and _risk(ours) <= _risk(theirs)
+        text = f"{_ends(ours)}, {_ends(theirs)} ({_sigmas(gap.value, gap.se)})"
+        return self._say(claim, panel, [ours, theirs], text, CONFIRMED if fine else REFUTED)
+
+    def near_backprop(self, panel: Panel) -> Verdict:
+        claim = "With ReLU, loss gradient ends nearer to backprop than to GXD"
+        members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd")]
+        here = [group for group in members if group is not None and group.last().n > 1]
+        if len(here) < 3:
+            return self._say(claim, panel, members, "–", UNTESTED)
+        loss, back, gxd = (group.last().value for group in here)
+        text = ", ".join(map(_ends, here))
+        if abs(gxd - back) <= SLACK:  # then near to one is near to the other
+            return self._say(claim, panel, members, text, UNTESTED)
+        return self._say(claim, panel, members, text, CONFIRMED if abs(loss - back) < abs(loss - gxd) else REFUTED)
+
+    def _group(self, panel: Panel, method: str) -> Group | None:
+        return self.panels.get(panel, {}).get(method)
+
+    def _nothing_to_rescue(self, panel: Panel) -> bool:
+        backprop = self._group(panel, "backprop")
+        return backprop is not None and not backprop.diverged and backprop.drop().n > 0 and _kept(backprop.drop())
+
+    def _short(self, members: Sequence[Group]) -> bool:
+        return min(group.tasks for group in members) < paper.TASKS.get(self.experiment, 0) / 2
+
+    def _say(self, claim: str, panel: Panel, members: Sequence[Group | None], evidence: str, result: str) -> Verdict:
+        here = [group for group in members if group is not None and group.settled]
+        scale = "no runs"
+        if len(here) == len(members):
+            tasks, full = min(group.tasks for group in here), paper.TASKS.get(self.experiment, 0)
+            of = f" of {full}" if tasks < full else ""
+            seeds = min(len(group.settled) for group in here)
+            scale = f"{tasks}{of} tasks, {seeds} seed{'s' if seeds != 1 else ''}"
+        return Verdict(claim, self.experiment, panel_label(panel), scale, evidence, result)
+
+
+def _kept(drop: numbers.Mean) -> bool:
+    return drop.value <= max(SLACK, CLEAR * drop.se)
+
+
+def _risk(group: Group) -> float:
+    return len(group.diverged) / len(group.settled)
+
+
+def _span(group: Group) -> str:
+    return f"{paper.method_label(group.method)} {plus_minus(group.first())} → {plus_minus(group.last())}{_dead(group)}"
+
+
+def _ends(group: Group) -> str:
+    return f"{paper.method_label(group.method)} {plus_minus(group.last())}{_dead(group)}"
+
+
+def _dead(group: Group) -> str:
+    return f" ({len(group.diverged)}/{len(group.settled)} diverged)" if group.diverged else ""
+
+
+def _sigmas(value: float, se: float) -> str:
+    return f"{signed(value / se)} SE" if se > 0 else "no SE"
+
+
+def _three(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _signed(value: float) -> str:
+    return f"+{rho(value)}" if value >= 0 else f"−{rho(-value)}"

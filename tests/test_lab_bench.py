@@ -1,0 +1,282 @@
+"""``gxd bench``: it runs, takes turns, and says what failed. Nothing here depends on how fast the machine is."""
+
+import json
+
+import pytest
+import torch
+
+import gxd
+from gxd.lab import bench
+from gxd.lab.bench import machine, memory, suites, table, variants, whole
+from gxd.lab.bench.measure import Target, Timing, compare, measure
+from gxd.lab.cli import main
+from gxd.lab.errors import UserError
+
+
+class Clock:
+    """Stands still until somebody works."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def spender(clock, seconds, calls=None, name=""):
+    """A variant whose steps take so many seconds of the clock."""
+
+    def step():
+        clock.now += seconds
+        if calls is not None:
+            calls.append(name)
+
+    return lambda: step
+
+
+def small_mlp(scope, width=8, depth=2, batch=4):
+    model = lambda: torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
+    return variants.Setting(f"tiny, width {width}", model, (batch, 6), 3)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The suites on a tiny network."""
+    monkeypatch.setattr(suites, "mlp_setting", small_mlp)
+    monkeypatch.setattr(whole, "mlp_setting", small_mlp)
+
+
+# --- taking turns -----------------------------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_in_blocks_and_nobody_always_follows_the_same_neighbour():
+    clock, calls = Clock(), []
+    ways = {name: spender(clock, 1.0, calls, name) for name in "abc"}
+    measure(ways, steps=2, rounds=3, warmup=1, clock=clock)
+    assert calls[:3] == ["a", "b", "c"]  # warming up
+    blocks = ["".join(calls[i : i + 3]) for i in range(3, len(calls), 3)]  # one step untimed, two timed
+    assert blocks == ["aaa", "bbb", "ccc", "bbb", "ccc", "aaa", "ccc", "aaa", "bbb"]
+
+
+def test_ratios_and_quartiles_are_those_of_the_times():
+    timings = {"base": Timing([2.0, 1.0, 4.0]), "other": Timing([4.0, 3.0, 4.0])}
+    base, other = compare("suite", "setting", timings, {"other": [Target(3.5), Target(2.5), Target(1.0, of="base")]})
+    assert (base.value, base.ratio, other.value, other.ratio) == (1000.0, 1.0, 3000.0, 3.0)
+    assert other.quartiles == (1.5, 2.0, 2.5)  # of 2, 3 and 1
+    assert [v.met for v in other.verdicts] == [True, False, False]
+    assert [v.found for v in other.verdicts] == [3.0, 3.0, 3.0]
+
+
+def test_a_rate_is_the_inverse_of_the_time():
+    assert compare("loop", "", {"base": Timing([0.5, 0.25])}, unit="steps/s")[0].value == 4.0
+
+
+def test_the_warm_up_is_not_timed():
+    clock = Clock()
+    steps = iter([100.0, 100.0] + [1.0] * 100)
+
+    def step():
+        clock.now += next(steps)
+
+    timings = measure({"a": lambda: step}, steps=2, rounds=3, warmup=2, clock=clock)
+    assert timings["a"].rounds == [1.0, 1.0, 1.0]
+
+
+def test_a_variant_that_fails_is_reported_and_the_others_go_on():
+    clock = Clock()
+    left = iter(range(4))
+
+    def breaks_later():
+        next(left)
+
+    def unmade():
+        raise ValueError("no such thing\nand more")
+
+    def absent():
+        raise UserError("not installed")
+
+    ways = {"good": spender(clock, 1.0), "unmade": unmade, "late": lambda: breaks_later, "absent": absent}
+    timings = measure(ways, steps=1, rounds=5, warmup=1, clock=clock)
+    rows = {row.variant: row for row in compare("s", "x", timings, {"unmade": [Target(1.0)]})}
+    assert len(timings["good"].rounds) == 5 and rows["good"].note == ""
+    assert rows["unmade"].note == "failed: ValueError: no such thing" and rows["unmade"].value is None
+    assert rows["late"].note.startswith("failed: StopIteration")
+    assert len(timings["late"].rounds) == 1
+    assert rows["absent"].note == "skipped: not installed"
+    assert [v.met for v in rows["unmade"].verdicts] == [None]
+    assert "<= 1.00: not measured" in table.cells(rows["unmade"])
+
+
+def test_a_first_variant_that_fails_leaves_the_others_their_times():
+    clock = Clock()
+
+    def unmade():
+        raise ValueError("broken")
+
+    timings = measure({"base": unmade, "other": spender(clock, 1.0)}, steps=1, rounds=2, warmup=0, clock=clock)
+    other = compare("s", "x", timings)[1]
+    assert (other.value, other.ratio, other.quartiles) == (1000.0, None, None)
+
+
+def test_a_warning_of_gxd_becomes_the_note_of_its_variant():
+    def make():
+        import warnings
+
+        warnings.warn("fell back", gxd.ObservationWarning, stacklevel=1)
+        return lambda: None
+
+    assert measure({"a": make}, steps=1, rounds=1, warmup=0)["a"].note == "fell back"
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_variant_starts_from_the_same_weights_and_batches():
+    setting = small_mlp(suites.Scope())
+    one, other = setting.fresh(), setting.fresh()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+    assert all(torch.equal(a, b) for s, t in zip(setting.batches(), setting.batches()) for a, b in zip(s, t))
+
+
+def test_an_eager_variant_trains_and_resets():
+    setting = small_mlp(suites.Scope())
+    model, _, cbp = setting.trainee("gxd", replacement_rate=0.1)
+    assert cbp.maturity < suites.MATURITY + 2  # within the warm-up
+    step = setting.repeat(variants.steps.eager_step(model, cbp.optimizer, torch.nn.functional.cross_entropy, cbp))
+    for _ in range(suites.MATURITY + 10):
+        step()
+    assert cbp.total_resets > 0
+
+
+def test_a_compiled_variant_uses_the_compiled_step(monkeypatch):
+    seen = []
+
+    def compiled_step(model, optimizer, loss, cbp):
+        seen.append(cbp)
+        return lambda x, y: (loss(model(x), y), None)
+
+    monkeypatch.setattr(gxd, "compiled_step", compiled_step, raising=False)
+    setting = small_mlp(suites.Scope())
+    variants.compiled(setting)()()
+    variants.compiled(setting, "gxd")()()
+    assert seen[0] is None and seen[1].plan.size == 8
+
+
+def test_a_compiled_variant_is_skipped_where_there_is_no_compiled_step(monkeypatch):
+    monkeypatch.delattr(gxd, "compiled_step", raising=False)
+    with pytest.raises(UserError, match="compiled_step"):
+        variants.compiled(small_mlp(suites.Scope()))()
+
+
+def test_ccbp_is_skipped_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ccbp_pytorch", None)
+    with pytest.raises(UserError, match="ccbp-pytorch is not installed"):
+        variants.ccbp(small_mlp(suites.Scope()))()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_allocations_are_what_a_function_keeps_and_its_peak():
+    kept = []
+
+    def work():
+        kept.append(torch.zeros(1000))
+        torch.zeros(5000).sum()
+
+    held, peak = memory.allocations(work)
+    assert held == 4000
+    assert 24000 <= peak < 25000
+
+
+def test_the_extra_memory_of_resets_grows_like_the_units(tiny):
+    *widths, growth = list(whole.memory(suites.Scope()))
+    assert len(widths) == 3
+    assert [row.variant for row in growth] == [row.variant for row in widths[0]]
+    assert all(row.value > 0 for row in widths[0] if "kept" in row.variant)
+    assert all(v.met for row in growth for v in row.verdicts)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_json_and_markdown(tiny, tmp_path, capsys):
+    files = ["--json", str(tmp_path / "b.json"), "--markdown", str(tmp_path / "b.md")]
+    assert main(["bench", "mlp", "resets", "--rounds", "2", "--only", "gxd*10", "*1e-3", *files]) == 0
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert {"cpu", "cores", "threads", "torch", "load", "load_after", "seconds", "clock"} <= set(record["machine"])
+    assert record["machine"]["threads"] == 1
+    rows = {(row["suite"], row["variant"]): row for row in record["rows"]}
+    assert ("mlp", "backprop") in rows and ("mlp", "gxd, every 10") in rows and ("resets", "gxd, rate 1e-3") in rows
+    assert ("mlp", "gxd") not in rows and ("mlp", "random") not in rows
+    row = rows["mlp", "gxd, every 10"]
+    assert row["value"] > 0 and row["unit"] == "ms" and row["ratio"] > 0 and row["note"] == ""
+    assert row["quartiles"][0] <= row["quartiles"][1] <= row["quartiles"][2]
+    [verdict] = row["verdicts"]
+    assert verdict["limit"] == 1.12 and verdict["met"] == (row["ratio"] <= 1.12)
+    for text in (out, (tmp_path / "b.md").read_text()):
+        assert "gxd, every 10" in text and "<= 1.12" in text and record["machine"]["torch"] in text
+    assert "| backprop |" in (tmp_path / "b.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "b.md"]
+
+
+def test_the_command_leaves_the_number_of_threads_as_it_was(tiny):
+    before = torch.get_num_threads()
+    main(["bench", "mlp", "--rounds", "1", "--threads", str(before + 1), "--only", "none"])
+    assert torch.get_num_threads() == before
+
+
+def test_a_suite_that_fails_does_not_stop_the_next(tiny, monkeypatch, tmp_path):
+    def broken(scope):
+        raise ValueError("oh no")
+        yield
+
+    monkeypatch.setitem(bench.SUITES, "resnet", broken)
+    file = tmp_path / "b.json"
+    assert main(["bench", "resnet", "mlp", "--rounds", "1", "--only", "none", "--json", str(file)]) == 1
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["note"] == "failed: ValueError: oh no"
+    assert rows[1]["variant"] == "backprop" and rows[1]["value"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["resnt"], "Did you mean 'resnet'?"),
+        (["mlp", "--rounds", "0"], "rounds=0"),
+        (["mlp", "--threads", "0"], "threads=0"),
+        (["mlp", "--device", "nowhere"], "nowhere"),
+        (["mlp", "--clock", "cpu", "--threads", "2"], "--clock cpu"),
+        (["mlp", "--json", "no/such/directory/b.json"], "no/such/directory"),
+        (["mlp", "--markdown", "/"], "is a directory"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_timed(argv, message, capsys):
+    assert main(["bench", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_busy_machine_is_warned_of():
+    assert machine.warning(0.1) == "" and machine.warning(None) == "" and machine.warning(1.2, own=1) == ""
+    assert "load average 2.5" in machine.warning(2.5, own=1)
+
+
+# --- the loop and the assay -------------------------------------------------------------------------------------------
+
+
+def test_the_loop_is_timed_with_its_data_and_evaluation():
+    rows = next(whole.loop(suites.Scope(quick=True, rounds=1, only=("gxd",))))
+    assert [row.variant for row in rows] == ["backprop", "gxd"]
+    assert all(row.note == "" and row.value > 0 and row.unit == "steps/s" for row in rows)
+
+
+def test_clamps_per_second_are_measured():
+    rows = whole._assay(suites.Scope(rounds=1), small_mlp(None, batch=32), None)
+    assert [row.variant for row in rows] == ["a forward pass", "a clamp"]
+    assert all(row.note == "" and row.value > 0 for row in rows)
+
+
+def test_the_vit_has_units_in_its_mlps_and_its_attention():
+    setting = variants.Setting("", lambda: suites.ViT(16, 1, 2), (2, 3, 32, 32), 5)
+    assert setting.plan().size == 4 * 16 + 16

@@ -1,0 +1,207 @@
+"""The command line: what ``gxd run`` prints, its help, and one line for every mistake."""
+
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import pytest
+
+from gxd.lab import run, store
+from gxd.lab.arguments import parse
+from gxd.lab.cli import COMMANDS, main
+from gxd.lab.config import EXPERIMENTS, PermutedDigits
+from gxd.lab.errors import UserError
+from gxd.lab.progress import Board, Progress, clock
+
+SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
+
+
+def complaint(capsys, *argv):
+    """The exit code and the one line on stderr."""
+    code = main(list(argv))
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith("gxd: ") and said.err.count("\n") == 1, said.err
+    return code, said.err
+
+
+def test_run_trains_every_seed_and_says_where_and_how_well(tmp_path, capsys) -> None:
+    argv = ["run", "permuted-digits", *SMALL, "--tasks", "2", "--seeds", "3", "4", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    said = capsys.readouterr()
+    *paths, last = said.out.splitlines()
+    assert [path.rpartition("/")[2] for path in paths] == ["seed3", "seed4"]
+    final = [store.read_metrics(store.Path(path))[-1]["test_accuracy"] for path in paths]
+    assert last == f"final test accuracy: seed 3 {final[0]:.4f}, seed 4 {final[1]:.4f}"
+    assert "gxd relu seed 3: 2 tasks" in said.err and "gxd relu seed 4: done, accuracy" in said.err
+    assert main(argv) == 0  # and again: nothing is left to do
+    assert capsys.readouterr().out == said.out
+
+
+def test_run_says_where_a_seed_diverged(tmp_path, capsys) -> None:
+    argv = ["run", "permuted-digits", *SMALL, "--tasks", "2", "--seed", "0", "--lr", "1e9", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "final test accuracy: seed 0 diverged in task 0"
+
+
+def test_every_setting_is_an_option_whose_help_says_the_papers_value(capsys) -> None:
+    for name in EXPERIMENTS:
+        with pytest.raises(SystemExit) as end:
+            main(["run", name, "--help"])
+        assert end.value.code == 0
+        words = re.sub(r"\s+", " ", capsys.readouterr().out.replace("│", " "))
+        for field in fields(EXPERIMENTS[name]):
+            assert f"--{field.name.replace('_', '-')} " in words.replace(",", " ")
+        assert words.count("Paper:") >= 14
+    assert "Backprop: 0. Paper: 1e-4." in words
+
+
+def test_overviews_list_what_there_is(capsys) -> None:
+    for argv, names in (([], COMMANDS), (["run"], EXPERIMENTS)):
+        assert main(argv) == 0
+        said = capsys.readouterr().out
+        assert all(name in said for name in names)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["rnu"], ["unknown command 'rnu'", "'run'"]),
+        (["run", "permuted-digit"], ["unknown experiment", "'permuted-digits'"]),
+        (["run", "permuted-digits", "--lrr", "1"], ["--lrr", "Did you mean --lr?", "gxd run permuted-digits --help"]),
+        (["run", "permuted-digits", "--lr", "x"], ["--lr", "'x'"]),
+        (["run", "permuted-digits", "--activation", "rellu"], ["'rellu'", "leaky_relu"]),
+        (["run", "permuted-digits", "--method", "gdx"], ["'gdx'", "'gxd'"]),
+        (["run", "permuted-digits", "--rate", "3"], ["rate=3.0", "[0, 1]"]),
+        (["run", "permuted-digits", "--device", "abacus"], ["device 'abacus'", "--device cpu"]),
+        (["run", "permuted-digits", "--seeds"], ["--seeds"]),
+        (["run", "permuted-mnist", "--data-dir", "/nowhere"], ["MNIST", "/nowhere", "gxd data fetch mnist"]),
+        (["run", "permuted-digits", "--out", "/dev/null/x"], ["cannot write to /dev/null/x", "--out"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, argv, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = complaint(capsys, *argv)
+    assert code == 2
+    assert all(word in said for word in words), said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path) -> None:
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.os, "fsync", full)
+    code, said = complaint(capsys, "run", "permuted-digits", "--out", str(tmp_path))
+    assert code == 1 and "the disk is full" in said and "config.json" in said
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"]
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, said = complaint(capsys, "run", "permuted-digits", "--tensorboard", "--out", str(tmp_path))
+    assert code == 2 and "gxd[tensorboard]" in said
+
+
+def test_tensorboard_events_hold_the_metrics_also_of_a_run_that_is_complete(tmp_path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = ["run", "permuted-digits", *SMALL, "--tasks", "2", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    assert main([*argv, "--tensorboard"]) == 0
+    path = next(tmp_path.rglob("metrics.jsonl")).parent
+    events = EventAccumulator(str(path / "tensorboard")).Reload()
+    expected = [line["test_accuracy"] for line in store.read_metrics(path)]
+    assert [e.value for e in events.Scalars("test_accuracy")] == pytest.approx(expected)
+    assert [e.step for e in events.Scalars("loss")] == [0, 1]
+
+
+def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = ["run", "permuted-digits", *SMALL, "--tasks", "3000", "--out", str(tmp_path)]
+    script = "import sys; from gxd.lab.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("gxd: interrupted") and "Traceback" not in said
+    path = next(tmp_path.rglob("metrics.jsonl")).parent
+    assert store.read_json(path / "status.json")["status"] == "running"
+    assert store.read_metrics(path) and not list(path.glob("*.part"))
+
+
+# --- arguments and bars -----------------------------------------------------------------------------------------------
+
+
+def test_options_are_parsed_whole(capsys) -> None:
+    options = parse(run.Options[PermutedDigits], ["--seed", "5", "--no-compensate", "--threads", "None"], "gxd run")
+    assert options.seeds == (5,)
+    assert options.experiment == PermutedDigits(compensate=False, threads=None)
+    with pytest.raises(UserError) as error:
+        parse(run.Options[PermutedDigits], ["--lr"], "gxd run")
+    assert "--lr" in str(error.value) and "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_without_a_terminal_a_board_writes_a_line_now_and_then() -> None:
+    out, now = io.StringIO(), Clock()
+    with Board(out=out, now=now) as board:
+        board.update("one", Progress(10, 110, 0.5))  # a resumed run: the ten tasks took no time of ours
+        for task in range(11, 111):
+            now.time += 1.0
+            board.update("one", Progress(task, 110, task / 200))
+        board.finish("one")
+        board.finish("two", "was done before")
+    said = out.getvalue().splitlines()
+    assert said[0] == "one: 110 tasks, 10 of them done before"
+    assert said[1] == "one: task 25/110, accuracy 12.5%, ETA 1:25"
+    assert len(said) == 1 + 6 + 2
+    assert said[-2:] == ["one: done, accuracy 55.0% (1:40)", "two: was done before (0:00)"]
+
+
+def test_on_a_terminal_a_board_draws_a_bar_per_run(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    out, now = io.StringIO(), Clock()
+    with Board(out=out, live=True, now=now) as board:
+        for name in ("gxd [relu] seed 0", "backprop relu seed 0"):
+            board.update(name, Progress(0, 40))
+        now.time = 30.0
+        board.update("gxd [relu] seed 0", Progress(10, 40, 0.875))
+        board.finish("backprop relu seed 0", "diverged in task 3")
+    said = out.getvalue().splitlines()
+    assert any(re.search(r"gxd \[relu\] seed 0 .*10/40 +87\.5% ETA 1:30", line) for line in said)
+    assert any("diverged in task 3" in line for line in said)
+
+
+def test_a_board_of_many_runs_counts_them_and_keeps_the_finished_as_lines(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    out = io.StringIO()
+    with Board(20, out=out, live=True, now=Clock()) as board:
+        board.update("first", Progress(3, 3, 0.9))
+        board.finish("first")
+        board.update("second", Progress(1, 3, 0.9))
+    said = out.getvalue()
+    assert "[1/20] first: done, accuracy 90.0% (0:00)" in said
+    last = said.splitlines()[-2:]
+    assert "1/20" in last[0] and "second" in last[1]
+
+
+def test_clock_reads_as_people_write_it() -> None:
+    assert [clock(s) for s in (0, 59.6, 3661)] == ["0:00", "1:00", "1:01:01"]

@@ -1,0 +1,126 @@
+"""The configs: the paper's values, what is refused, what makes two runs the same."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from gxd.lab.config import EXPERIMENTS, Cifar100, PermutedDigits, PermutedMNIST, experiment
+from gxd.lab.errors import UserError
+
+
+def test_permuted_mnist_is_the_papers_table() -> None:
+    config = PermutedMNIST()
+    assert (config.width, config.depth, config.tasks, config.epochs, config.batch_size) == (256, 4, 800, 1, 16)
+    assert (config.momentum, config.weight_decay, config.maturity, config.decay) == (0.0, 0.0, 100, 0.99)
+    chosen = {
+        (method, activation): (c.lr, c.rate)
+        for method in ("backprop", "contribution", "gxd")
+        for activation in ("relu", "tanh", "silu", "leaky_relu")
+        for c in [PermutedMNIST(method=method, activation=activation).resolved()]
+    }
+    for (method, activation), (lr, rate) in chosen.items():
+        assert lr == (0.1 if method == "backprop" else 0.3)
+        assert rate == (0.0 if method == "backprop" else 1e-4 if activation in ("relu", "tanh") else 1e-3)
+
+
+def test_cifar100_is_the_papers_table() -> None:
+    config = Cifar100().resolved()
+    assert (config.tasks, config.epochs, config.batch_size, config.maturity) == (500, 200, 100, 1000)
+    assert (config.lr, config.momentum, config.weight_decay, config.rate) == (0.1, 0.9, 0.0, 1e-4)
+    assert config.residual == "group"
+
+
+def test_what_is_given_wins_over_the_papers_choice() -> None:
+    config = PermutedMNIST(lr=0.05, rate=1e-5).resolved()
+    assert (config.lr, config.rate) == (0.05, 1e-5)
+
+
+def test_cells_of_a_grid_that_are_the_same_backprop_are_one_run() -> None:
+    plain = PermutedDigits(method="backprop", lr=0.1)
+    for twin in (
+        replace(plain, rate=1e-3),
+        replace(plain, maturity=5, compensate=False, score_every=10),
+        replace(plain, lr=None),
+    ):
+        assert twin.resolved() == plain.resolved()
+        assert twin.run_directory("runs") == plain.run_directory("runs")
+    assert replace(plain, lr=0.3).key() != plain.key()
+    assert replace(plain, method="gxd", rate=1e-4).key() != replace(plain, method="gxd", rate=1e-3).key()
+
+
+def test_every_setting_that_changes_the_numbers_changes_the_key_and_no_other_does() -> None:
+    base = PermutedMNIST(data_dir="a")
+    other = {
+        "method": "gxi", "activation": "silu", "tasks": 7, "epochs": 3, "batch_size": 5, "lr": 0.7, "momentum": 0.5,
+        "weight_decay": 0.1, "rate": 0.5, "maturity": 3, "decay": 0.5, "compensate": False, "score_every": 4,
+        "positions": "abs", "seed": 9, "compile": "no", "device": "cuda", "threads": 3, "layer_norm": True, "width": 9,
+        "depth": 2, "data_dir": "b",
+    }  # fmt: skip
+    assert set(other) == {f.name for f in fields(base)}
+    for name, value in other.items():
+        changed = replace(base, **{name: value})
+        assert (changed.key() == base.key()) == (name in ("seed", "device", "threads", "data_dir")), name
+    assert len({cls().key() for cls in EXPERIMENTS.values()}) == len(EXPERIMENTS)
+
+
+def test_seeds_of_one_setting_are_siblings() -> None:
+    paths = [PermutedDigits(activation="silu", layer_norm=True, seed=s).run_directory("runs") for s in (0, 1)]
+    assert paths[0].parent == paths[1].parent and paths[0] != paths[1]
+    assert paths[1].name == "seed1"
+    assert paths[0].parent.name.startswith("gxd_silu_layernorm_lr0.1_rate0.001_")
+    assert paths[0].parent.parent.name == "permuted-digits"
+
+
+@pytest.mark.parametrize("cls", EXPERIMENTS.values())
+def test_a_config_survives_json(cls) -> None:
+    config = cls(method="gxd_sketch", lr=1, seed=4)
+    assert cls.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert replace(config, lr=1.0).key() == config.key()
+    assert cls.from_dict(config.settings()).resolved() == config.resolved()
+
+
+def test_long_runs_are_compiled_and_short_ones_are_not() -> None:
+    assert PermutedMNIST().resolved().compile == "yes"
+    assert PermutedMNIST(tasks=1).resolved().compile == "no"
+    assert PermutedMNIST(compile="no").resolved().compile == "no"
+    assert PermutedMNIST(tasks=1, compile="yes").resolved().compile == "yes"
+    assert PermutedDigits(tasks=10, batch_size=100).steps == 10 * 2 * 15
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"learning_rate": 0.1}, ["learning_rate", "There are", "lr"]),
+        ({"lrr": 0.1}, ["lrr", "Did you mean 'lr'?"]),
+        ({"batch-size": 4}, ["batch-size", "Did you mean 'batch_size'?"]),
+        ({"method": "gdx"}, ["'gdx'", "Did you mean 'gxd'?"]),
+        ({"method": "contribtion"}, ["Did you mean 'contribution'?"]),
+        ({"activation": "gelu"}, ["activation='gelu'", "leaky_relu"]),
+        ({"lr": "fast"}, ["lr='fast'", "a number above 0"]),
+        ({"lr": 0}, ["lr=0.0", "above 0"]),
+        ({"lr": float("nan")}, ["lr=nan", "above 0"]),
+        ({"rate": 1.5}, ["rate=1.5", "[0, 1]"]),
+        ({"tasks": 0}, ["tasks=0", "1 or more"]),
+        ({"tasks": 2.5}, ["tasks=2.5", "whole number"]),
+        ({"tasks": True}, ["tasks=True", "whole number"]),
+        ({"decay": 1}, ["decay=1.0", "[0, 1)"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"compensate": "no"}, ["compensate='no'", "true or false"]),
+        ({"layer_norm": 1}, ["layer_norm=1", "true or false"]),
+        ({"compile": True}, ["compile=True", "auto or yes or no"]),
+        ({"threads": 0}, ["threads=0"]),
+        ({"device": 0}, ["device=0", "a text"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_what_is_allowed(values, words) -> None:
+    with pytest.raises(UserError) as error:
+        PermutedDigits.from_dict(values)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_experiment_is_refused_with_the_near_one() -> None:
+    assert experiment("cifar100") is Cifar100
+    with pytest.raises(UserError, match="Did you mean 'permuted-mnist'"):
+        experiment("permuted_mnist")

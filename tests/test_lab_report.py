@@ -1,0 +1,456 @@
+"""The report: reads runs and digests, never averages a diverged run in, and says what it has not got."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from gxd.lab import cli, config
+from gxd.lab.errors import UserError
+from gxd.lab.report import demo_page, digest, evidence, numbers, paper, questions, tables, verdicts
+from gxd.lab.report.build import report
+
+VERSIONS = {"gxd": "0.1.0", "torch": "2.13.0", "python": "3.12.0", "commit": "0123abc"}
+METRICS = (
+    "online_accuracy loss resets dormant_fraction effective_rank stable_rank weight_norm bias_norm gradient_norm "
+    "largest_reference nonfinite"
+).split()
+UTILITIES = [name for name in paper.METHODS if name != "backprop"]
+
+
+def write_run(
+    root: Path,
+    experiment: str = "permuted-digits",
+    *,
+    first: float = 0.9,
+    last: float = 0.9,
+    noise: float = 0.01,
+    diverged_at: int | None = None,
+    stop_at: int | None = None,
+    **values: object,
+) -> Path:
+    """A run directory in the format of docs/lab.md, its accuracy going from ``first`` to ``last``."""
+    made = config.experiment(experiment).from_dict({"tasks": 200, **values}).resolved()
+    rng = random.Random(str(sorted(made.to_dict().items())))
+    directory = made.run_directory(root)
+    directory.mkdir(parents=True)
+    shift = rng.gauss(0, noise / 2)
+    end = min(n for n in (diverged_at, stop_at, made.tasks) if n is not None)
+    with (directory / "metrics.jsonl").open("w") as file:
+        for task in range(end):
+            done = task / made.tasks
+            accuracy = min(1.0, max(0.0, first + (last - first) * done + shift + rng.gauss(0, noise)))
+            line = {"task": task, "test_accuracy": accuracy, **{name: 1.0 + done for name in METRICS}}
+            line["dormant_fraction"] = 0.1 + 0.8 * max(0.0, (first - last) * done)
+            line["effective_rank"] = 30 - 25 * max(0.0, (first - last) * done)
+            file.write(json.dumps({**line, "nonfinite": 0, "loss": None if task == 3 else 0.3}) + "\n")
+    status = "diverged" if diverged_at is not None else "running" if stop_at is not None else "done"
+    record = {"experiment": experiment, "config": made.settings(), "versions": VERSIONS}
+    (directory / "config.json").write_text(json.dumps({**record, "machine": {"device": "cpu", "threads": 1}}))
+    (directory / "status.json").write_text(json.dumps({"status": status, "task": end, "seconds": 60.0}))
+    return directory
+
+
+def write_assay(
+    root: Path, model: str, activation: str, seed: int, rho: dict[str, float], checkpoints: list[int]
+) -> Path:
+    """An assay directory in the format of docs/lab.md."""
+    directory = root / "assay" / f"{model}_{activation}_{'abcdef0123'}" / f"seed{seed}"
+    directory.mkdir(parents=True)
+    rng = random.Random(f"{model}{activation}{seed}")
+    groups = {"0": 256, "2": 256, "4": 256, "6": 256}
+
+    def spread(value: float, width: float) -> dict[str, float]:
+        return {name: value + rng.gauss(0, width) for name in groups}
+
+    with (directory / "assay.jsonl").open("w") as file:
+        for checkpoint in checkpoints:
+            utilities = {
+                name: {
+                    "spearman": {"l1": spread(value, 0.005), "kl": spread(value - 0.02, 0.005)},
+                    "shock": {
+                        "l1": spread(0.02 + 0.3 * (1 - value), 0.001),
+                        "kl": spread(0.002 + 0.01 * (1 - value), 1e-4),
+                    },
+                }
+                for name, value in rho.items()
+            }
+            line = {"checkpoint": checkpoint, "test_accuracy": 0.9, "groups": groups, "utilities": utilities}
+            line["oracle"] = {"l1": spread(0.015, 0.0005), "kl": spread(0.0015, 1e-5)}
+            file.write(json.dumps({**line, "fraction": 0.05, "calibration": 2048, "probe": 2048}) + "\n")
+    settings = {"model": model, "activation": activation, "seed": seed, "lr": 0.01, "batch_size": 64}
+    record = {"config": settings, "versions": VERSIONS, "machine": {"device": "cpu", "threads": 1}}
+    (directory / "config.json").write_text(json.dumps(record))
+    (directory / "status.json").write_text(json.dumps({"status": "done", "task": 30, "seconds": 60.0}))
+    return directory
+
+
+RHO = {"activation": 0.5, "contribution": 0.6, "mc_contribution": 0.65, "mc_adaptable_contribution": 0.7}
+RHO |= {"loss_gradient": 0.4, "gxi": 0.8, "gxd": 0.97, "gxd_all_logit": 0.98, "gxd_sketch": 0.985, "random": 0.0}
+
+
+def write_everything(root: Path, tasks: int = 200, seeds: int = 3) -> None:
+    """A small world with every table and figure in it."""
+    losing = {"backprop": 0.5, "activation": 0.6, "contribution": 0.8, "mc_adaptable_contribution": 0.85}
+    losing |= {"loss_gradient": 0.55, "gxi": 0.75, "gxd": 0.9, "gxd_sketch": 0.905}
+    for method, last in losing.items():
+        for seed in range(seeds):
+            for activation in paper.ACTIVATIONS:
+                common = {"method": method, "activation": activation, "seed": seed, "tasks": tasks}
+                dies = activation == "silu" and method == "gxd" and seed == 1
+                kept = last if activation != "relu" or method in ("backprop", "loss_gradient") else 0.9
+                write_run(root / "grid", last=kept, diverged_at=120 if dies else None, **common)
+            write_run(root / "grid", last=last, method=method, seed=seed, layer_norm=True, tasks=tasks)
+    for seed in range(2):
+        for method, last in {
+            "backprop": 0.80,
+            "contribution": 0.79,
+            "mc_adaptable_contribution": 0.8,
+            "gxd": 0.83,
+        }.items():
+            write_run(root / "cifar", "cifar100", first=0.8, last=last, method=method, seed=seed, tasks=100, epochs=2)
+        for method, last in {"backprop": 0.93, "contribution": 0.945, "gxd": 0.95, "gxd_sketch": 0.951}.items():
+            at = {"method": method, "seed": seed, "tasks": 150, "activation": "silu"}
+            write_run(root / "mnist", "permuted-mnist", first=0.95, last=last, noise=0.002, **at)
+    for seed in range(10):
+        for rate in (1e-4, 1e-3):
+            for method in ("gxd", "gxd_sketch"):
+                for compensate in (True, False):
+                    dies = compensate and rate == 1e-3 and seed < (8 if method == "gxd" else 2)
+                    at = {
+                        "method": method,
+                        "activation": "silu",
+                        "lr": 0.25,
+                        "rate": rate,
+                        "tasks": tasks,
+                        "seed": seed,
+                    }
+                    write_run(
+                        root / "questions", last=0.85, diverged_at=90 if dies else None, compensate=compensate, **at
+                    )
+    for seed in range(3):
+        for activation in ("relu", "silu", "tanh"):
+            write_assay(root, "mlp", activation, seed, RHO, [0, 5, 10, 20, 30])
+        write_assay(root, "resnet18", "relu", seed, RHO, [1, 2])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A world of synthetic runs and the report of it."""
+    root = tmp_path_factory.mktemp("world")
+    write_everything(root / "runs")
+    return root / "runs", report([root / "runs"], root / "report").parent
+
+
+def panels_of(root: Path, experiment: str = "permuted-digits"):
+    runs = [run for run in digest.collect([root]).runs if run.experiment == experiment]
+    return evidence.shown(runs)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_gives_the_textbook_interval_and_is_honest_at_zero():
+    assert numbers.wilson(0, 10) == pytest.approx((0.0, 0.0, 0.27753), abs=1e-4)
+    assert numbers.wilson(3, 5) == pytest.approx((0.6, 0.23072, 0.88238), abs=1e-4)
+    assert numbers.wilson(0, 0)[1:] == (0.0, 1.0)
+
+
+def test_the_t_quantile_agrees_with_scipy():
+    t = pytest.importorskip("scipy.stats").t
+    for df in (1, 2, 3, 4, 9, 14, 99):
+        assert numbers.t_quantile(df) == pytest.approx(t.ppf(0.975, df), rel=1e-9)
+
+
+def test_a_paired_difference_uses_the_pairs_and_one_pair_has_no_interval():
+    far = numbers.paired([0.1, 0.5, 0.9], [0.0, 0.4, 0.8])
+    assert far == pytest.approx((0.1, 0.1, 0.1))
+    assert numbers.paired([1.0], [0.0]) == (1.0, -math.inf, math.inf)
+
+
+def test_the_distance_to_the_paper_is_in_standard_errors_of_both():
+    ours = numbers.Mean(0.95, 0.03, 15)
+    assert tables.distance(ours, (0.90, 0.04)) == pytest.approx(1.0, rel=1e-3)
+    assert math.isfinite(tables.distance(numbers.Mean(0.999, 0.0, 15), (0.998, 0.0)))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_becomes_blocks_of_means_with_the_first_and_last_tasks_whole(tmp_path):
+    directory = write_run(tmp_path, tasks=800, seed=3, method="gxd")
+    run = digest.read_run(directory)
+    accuracy = [json.loads(line)["test_accuracy"] for line in (directory / "metrics.jsonl").open()]
+    assert (run.tasks, run.block, run.seed, run.status, run.diverged_at) == (800, 10, 3, "done", None)
+    assert len(run.series["test_accuracy"]) == 80
+    assert run.first() == pytest.approx(sum(accuracy[:50]) / 50, abs=1e-5)
+    assert run.last() == pytest.approx(sum(accuracy[-50:]) / 50, abs=1e-5)
+    assert run.key == directory.parent.name.rpartition("_")[2]
+
+
+def test_the_last_tasks_of_a_run_of_any_length_are_averaged(tmp_path):
+    for tasks in (3, 40, 150, 161, 403):
+        directory = write_run(tmp_path, tasks=tasks)
+        run = digest.read_run(directory)
+        accuracy = [json.loads(line)["test_accuracy"] for line in (directory / "metrics.jsonl").open()]
+        counted = digest.window(tasks)
+        if tasks % run.block:  # whole blocks, of which the last is short
+            counted += tasks % run.block - run.block
+        assert run.last() == pytest.approx(sum(accuracy[-counted:]) / counted, abs=2e-5)
+
+
+def test_a_torn_last_line_is_tolerated_in_a_running_run_only(tmp_path):
+    running = write_run(tmp_path, stop_at=20, seed=0)
+    done = write_run(tmp_path, seed=1)
+    for directory in (running, done):
+        with (directory / "metrics.jsonl").open("a") as file:
+            file.write('{"task": 20, "test_acc')
+    assert digest.read_run(running).tasks == 20
+    with pytest.raises(UserError, match=r"seed1/metrics\.jsonl, line 201 "):
+        digest.read_run(done)
+
+
+def test_a_corrupt_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path):
+    directory = write_run(tmp_path, stop_at=20)
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = "nonsense\n"
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 7 "):
+        digest.collect([tmp_path])
+
+
+def test_a_directory_without_runs_is_an_error_that_names_it_and_the_commands(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["report", str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "empty") in said and "gxd run" in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["report", str(tmp_path / "absent")]) == 2
+    assert "absent does not exist" in capsys.readouterr().err
+
+
+def test_a_damaged_digest_is_an_error_that_names_the_line(tmp_path):
+    (tmp_path / "digest.jsonl").write_text('{"experiment": "permuted-digits"}\n')
+    with pytest.raises(UserError, match=r"digest\.jsonl, line 1 is not a line of a digest"):
+        digest.collect([tmp_path])
+
+
+def test_paths_of_the_machine_stay_out_of_the_digest(tmp_path):
+    directory = write_run(tmp_path / "runs", tasks=8)
+    record = json.loads((directory / "config.json").read_text())
+    record["config"]["data_dir"] = "/somewhere/private"
+    (directory / "config.json").write_text(json.dumps(record))
+    report([tmp_path / "runs"], tmp_path / "out")
+    assert "private" not in (tmp_path / "out" / "digest.jsonl").read_text()
+
+
+# --- divergence -------------------------------------------------------------------------------------------------------
+
+
+def test_a_diverged_run_is_in_no_mean_and_the_curve_says_how_many_live(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path, first=0.9, last=0.9, noise=0.0, tasks=100, seed=seed)
+    for seed in (3, 4):
+        write_run(tmp_path, first=0.1, last=0.1, noise=0.0, tasks=100, seed=seed, diverged_at=50)
+    group = panels_of(tmp_path)["relu", False]["gxd"]
+    assert group.last() == pytest.approx((0.9, 0.0, 3))
+    line = evidence.curve(group)
+    assert line is not None and (line.n, line.living, line.label) == (5, 3, "3/5 alive")
+    assert line.mean[49] == pytest.approx((3 * 0.9 + 2 * 0.1) / 5) and line.alive[49] == 5
+    assert line.mean[50] == pytest.approx(0.9) and line.alive[50] == 3
+    assert line.deaths == (50.0, 50.0)
+    row = tables.summary("permuted-digits", {("relu", False): {"gxd": group}}).rows[0]
+    assert [cell.text for cell in row][-2:] == ["2/5 [12, 77] %", "50, 50"]
+
+
+def test_a_run_under_way_counts_in_no_number_and_is_named_as_missing(tmp_path):
+    write_run(tmp_path, tasks=40, seed=0, noise=0.0)
+    write_run(tmp_path, tasks=40, seed=1, first=0.0, last=0.0, stop_at=7)
+    group = panels_of(tmp_path)["relu", False]["gxd"]
+    assert group.last().n == 1 and group.last().value == pytest.approx(0.9, abs=1e-3)
+    page = report([tmp_path], tmp_path / "out").read_text()
+    assert "seed 1 at task 7 of 40" in page and "Figure" not in page
+
+
+# --- which runs a figure shows ----------------------------------------------------------------------------------------
+
+
+def test_a_stress_test_with_more_seeds_does_not_replace_a_comparison(world):
+    shown = panels_of(world[0])["silu", False]["gxd"]
+    assert {run.study for run in shown.runs} == {"grid"} and shown.compensates
+
+
+def test_the_candidates_of_a_sweep_give_way_to_the_final_runs(tmp_path):
+    for lr in (0.1, 0.3):
+        for seed in (100, 101):
+            write_run(tmp_path, tasks=20, lr=lr, seed=seed, last=0.99)
+    for seed in (0, 1):
+        write_run(tmp_path, tasks=40, lr=0.3, seed=seed, last=0.5)
+    group = panels_of(tmp_path)["relu", False]["gxd"]
+    assert [(run.seed, run.planned) for run in group.runs] == [(0, 40), (1, 40)]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_every_figure_and_table_of_the_paper(world):
+    _, out = world
+    drawn = {path.stem for path in (out / "figures").glob("*.png")}
+    assert drawn == {path.stem for path in (out / "figures").glob("*.svg")}
+    for experiment in ("permuted-mnist", "permuted-digits"):
+        assert {f"{experiment}-fig3-activations", f"{experiment}-app-gxi-gradient"} <= drawn
+    assert {"permuted-digits-fig1-utility-failures", "permuted-digits-fig4-layernorm"} <= drawn
+    assert {"fig2-shock", "app-shock-variants", "cifar100-fig4-relative", "cifar100-app-absolute"} <= drawn
+    for path in (out / "figures").glob("*.svg"):
+        ElementTree.parse(path)
+    for name in (
+        "spearman",
+        "spearman-variants",
+        "spearman-ours",
+        "shock",
+        "verdicts-detail",
+        "question-sketch",
+        "runs",
+    ):
+        assert (out / "tables" / f"{name}.md").exists() and (out / "tables" / f"{name}.csv").exists()
+
+
+def test_a_figure_without_runs_says_which_commands_make_them(world):
+    page = (world[1] / "index.html").read_text()
+    card = page[page.index('id="permuted-mnist-fig4-layernorm"') :][:900]
+    assert "No runs found" in card
+    assert "gxd run permuted-mnist --method gxd --activation relu --layer-norm" in card
+
+
+def test_the_page_needs_no_network_and_repeats_no_id(world):
+    page = (world[1] / "index.html").read_text()
+    assert not re.search(r'(src|href)="(https?:)?//', page) and "<script" not in page and "@import" not in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:xlink:)?href="#([^"]+)"', page)) <= set(ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
+
+
+def test_table_1_has_the_papers_cell_beside_ours_with_the_distance(world):
+    with (world[1] / "tables" / "spearman.csv").open() as file:
+        cells = {(row["utility"], row["model"], row["activation"], row["metric"]): row for row in csv.DictReader(file)}
+    cell = cells["gxd", "mlp", "silu", "kl"]
+    assert (float(cell["paper"]), float(cell["paper_se"]), int(cell["n"])) == (0.56, 0.051, 15)
+    assert float(cell["ours"]) == pytest.approx(0.95, abs=0.01)
+    error = math.sqrt(float(cell["ours_se"]) ** 2 + 0.051**2)
+    assert float(cell["distance_se"]) == pytest.approx((float(cell["ours"]) - 0.56) / error, rel=0.02)
+    assert cells["gxd_sketch", "mlp", "relu", "l1"]["paper"] == ""
+    assert cells["activation", "resnet18", "relu", "kl"]["paper"] == "0.62"
+
+
+def test_the_digest_gives_the_same_report_without_the_runs(world, tmp_path):
+    _, out = world
+    again = report([out], tmp_path / "again").parent
+    files = sorted(path.relative_to(out) for path in out.rglob("*.*"))
+    assert files == sorted(path.relative_to(again) for path in again.rglob("*.*"))
+    for path in files:
+        assert (out / path).read_bytes() == (again / path).read_bytes(), path
+
+
+def test_what_a_user_wrote_is_escaped(tmp_path):
+    directory = write_run(tmp_path / "runs", tasks=8)
+    record = json.loads((directory / "config.json").read_text())
+    record["versions"]["commit"] = "<b>&"
+    record["config"]["method"] = "<script>alert(1)</script>"
+    (directory / "config.json").write_text(json.dumps(record))
+    page = report([tmp_path / "runs"], tmp_path / "out").read_text()
+    assert "<script" not in page and "<b>&<" not in page
+    assert "&lt;script&gt;" in page and "&lt;b&gt;&amp;" in page
+
+
+def test_settings_that_differ_from_the_papers_are_marked(world):
+    with (world[1] / "tables" / "settings-permuted-mnist.csv").open() as file:
+        rows = {row["setting"]: row for row in csv.DictReader(file)}
+    assert (rows["Tasks"]["ours"], rows["Tasks"]["differs"]) == ("150", "True")
+    assert (rows["Units per layer"]["ours"], rows["Units per layer"]["differs"]) == ("256", "False")
+    assert rows["Seeds"]["differs"] == "True" and rows["Methods"]["differs"] == "True"
+
+
+def test_the_questions_are_answered_by_their_intervals(world):
+    runs = digest.collect([world[0]]).runs
+    asked = questions.compensation(runs)
+    found = {(row["method"], row["rate"]): row for row in asked.table.records}
+    assert set(found) == {(method, rate) for method in ("gxd", "gxd_sketch") for rate in (1e-4, 1e-3)}
+    hot = found["gxd", 1e-3]
+    assert (hot["diverged"], hot["n"], hot["other_diverged"], hot["other_n"], hot["pairs"]) == (8, 10, 0, 10, 2)
+    assert float(hot["rate_difference_low"]) > 0
+    follows = {row[0].text: row[-1].text for row in asked.table.rows}
+    assert "diverges more often" in follows["GXD, SiLU, lr 0.25, rate 1e-3"]
+    assert "diverges" not in follows["GXD, SiLU, lr 0.25, rate 1e-4"]
+    assert "diverges more often in 1, less often in 0, undecided in 3" in asked.answers[0]
+    assert questions.compensation([]).missing.startswith("gxd run")
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(found, claim, place, arena="permuted-digits"):
+    (one,) = [v for v in found if v.claim.startswith(claim) and v.place == place and v.arena == arena]
+    return one.result
+
+
+def test_verdicts_follow_from_the_numbers(world):
+    found = digest.collect([world[0]])
+    panels = {name: panels_of(world[0], name) for name in paper.EXPERIMENTS}
+    judged = verdicts.verdicts(evidence.assay_columns(found.assays), panels)
+    assert verdict(judged, "GXD predicts", "MLP SiLU", "assay") == verdicts.CONFIRMED
+    assert verdict(judged, "GXD keeps its plasticity", "tanh") == verdicts.CONFIRMED
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.REFUTED  # one of three seeds diverged
+    assert verdict(judged, "GXD ends higher than Contribution", "tanh") == verdicts.CONFIRMED
+    assert verdict(judged, "Contribution loses", "SiLU") == verdicts.CONFIRMED
+    assert verdict(judged, "With ReLU, loss gradient ends", "ReLU") == verdicts.CONFIRMED
+    assert verdict(judged, "GXD keeps", "tanh", "permuted-mnist") == verdicts.UNTESTED  # no runs
+
+
+def test_a_claim_that_the_numbers_contradict_is_not_confirmed(tmp_path):
+    rho = {**RHO, "gxd": 0.5, "contribution": 0.9}
+    for seed in range(3):
+        write_assay(tmp_path, "mlp", "relu", seed, rho, [0, 30])
+        write_run(tmp_path, method="backprop", activation="silu", last=0.3, seed=seed)
+        write_run(tmp_path, method="gxd", activation="silu", last=0.6, seed=seed)
+        write_run(tmp_path, method="contribution", activation="silu", last=0.9, seed=seed)
+    columns = evidence.assay_columns(digest.collect([tmp_path]).assays)
+    judged = verdicts.verdicts(columns, {"permuted-digits": panels_of(tmp_path)})
+    assert verdict(judged, "GXD predicts", "MLP ReLU", "assay") == verdicts.REFUTED
+    assert verdict(judged, "GXD ends higher than Contribution", "SiLU") == verdicts.REFUTED
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.REFUTED
+    assert verdict(judged, "Contribution loses", "SiLU") == verdicts.REFUTED
+
+
+def test_nothing_is_claimed_where_backprop_kept_its_plasticity(tmp_path):
+    for seed in range(3):
+        for method in ("backprop", "gxd", "contribution"):
+            write_run(tmp_path, method=method, activation="silu", seed=seed, noise=0.02)
+    judged = verdicts.verdicts({}, {"permuted-digits": panels_of(tmp_path)})
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
+    assert verdict(judged, "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+
+
+# --- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_page_says_what_its_own_runs_did(tmp_path):
+    lasts = {"backprop": 0.3, "contribution": 0.8, "gxd": 0.9}
+    runs = [write_run(tmp_path, method=m, last=v, noise=0.0, tasks=80, activation="silu") for m, v in lasts.items()]
+    runs.append(write_run(tmp_path, method="gxd_sketch", tasks=80, activation="silu", diverged_at=30))
+    page = demo_page(runs, tmp_path / "demo")
+    text = page.read_text()
+    assert "Backprop falls from 83 % to 38 %" in text and "GXD stays from 90 % to 90 %" in text
+    assert "GXD sketch (ours) (1 of 1 runs diverged)" in text
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG") and "<svg" in text
+    assert "loses its plasticity" in text and not re.search(r'(src|href)="(https?:)?//', text)
