@@ -1,14 +1,17 @@
 """``gxd bench``: it runs, takes turns, and says what failed. Nothing here depends on how fast the machine is."""
 
+import io
 import json
+from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
 import gxd
-from gxd.lab import bench
+from gxd.lab import bench, models
 from gxd.lab.bench import machine, memory, suites, table, variants, whole
-from gxd.lab.bench.measure import Target, Timing, compare, measure
+from gxd.lab.bench.measure import Row, Target, Timing, compare, measure
 from gxd.lab.cli import main
 from gxd.lab.errors import UserError
 
@@ -34,7 +37,7 @@ def spender(clock, seconds, calls=None, name=""):
 
 
 def small_mlp(scope, width=8, depth=2, batch=4):
-    model = lambda: torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
+    model = partial(models.mlp, 6, 3, width=width, depth=depth)
     return variants.Setting(f"tiny, width {width}", model, (batch, 6), 3)
 
 
@@ -103,7 +106,7 @@ def test_a_variant_that_fails_is_reported_and_the_others_go_on():
     assert len(timings["late"].rounds) == 1
     assert rows["absent"].note == "skipped: not installed"
     assert [v.met for v in rows["unmade"].verdicts] == [None]
-    assert "<= 1.00: not measured" in table.cells(rows["unmade"])
+    assert table.cells(rows["unmade"])["target"] == "<= 1.00: not measured"
 
 
 def test_a_first_variant_that_fails_leaves_the_others_their_times():
@@ -154,17 +157,11 @@ def test_a_compiled_variant_uses_the_compiled_step(monkeypatch):
         seen.append(cbp)
         return lambda x, y: (loss(model(x), y), None)
 
-    monkeypatch.setattr(gxd, "compiled_step", compiled_step, raising=False)
+    monkeypatch.setattr(gxd, "compiled_step", compiled_step)
     setting = small_mlp(suites.Scope())
     variants.compiled(setting)()()
     variants.compiled(setting, "gxd")()()
-    assert seen[0] is None and seen[1].plan.size == 8
-
-
-def test_a_compiled_variant_is_skipped_where_there_is_no_compiled_step(monkeypatch):
-    monkeypatch.delattr(gxd, "compiled_step", raising=False)
-    with pytest.raises(UserError, match="compiled_step"):
-        variants.compiled(small_mlp(suites.Scope()))()
+    assert seen[0] is None and seen[1].plan.size == 2 * 8
 
 
 def test_ccbp_is_skipped_where_it_is_not_installed(monkeypatch):
@@ -258,8 +255,20 @@ def test_bad_input_is_one_line_before_anything_is_timed(argv, message, capsys):
 
 
 def test_a_busy_machine_is_warned_of():
-    assert machine.warning(0.1) == "" and machine.warning(None) == "" and machine.warning(1.2, own=1) == ""
-    assert "load average 2.5" in machine.warning(2.5, own=1)
+    assert machine.warning(0.1, "wall") == machine.warning(None, "wall") == machine.warning(1.2, "wall", own=1) == ""
+    assert "load average 2.5" in machine.warning(2.5, "wall", own=1)
+    assert "--clock cpu" in machine.warning(2.5, "wall") and "--clock cpu" not in machine.warning(2.5, "cpu")
+
+
+def test_settings_of_one_suite_share_a_table_and_empty_columns_are_left_out():
+    rows = [Row("scaling", f"width {w}", "gxd", 1.0) for w in (1, 2)] + [Row("mlp", "small", "a|b", 2.0, note="[x]")]
+    text = table.markdown(rows, {"cpu": "x86"})
+    assert "| setting | variant | best |\n|---|---|--:|\n| width 1 | gxd | 1 ms |\n| width 2 | gxd | 1 ms |" in text
+    assert "### mlp: small\n\n| variant | best | note |" in text
+    assert "a\\|b" in text
+    console = Console(file=io.StringIO(), width=100)
+    table.show(rows, console)
+    assert "[x]" in console.file.getvalue()
 
 
 # --- the loop and the assay -------------------------------------------------------------------------------------------

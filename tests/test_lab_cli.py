@@ -126,7 +126,9 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = ["run", "permuted-digits", *SMALL, "--tasks", "3000", "--out", str(tmp_path)]
     script = "import sys; from gxd.lab.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -128,11 +128,29 @@ def test_a_stopped_run_goes_on_bit_for_bit_whatever_the_method(tmp_path, method)
     assert [p.task for p in seen] == [2, 3]  # task 0 and 1 were not done again
 
 
+@pytest.mark.slow
+def test_a_compiled_run_goes_on_bit_for_bit(tmp_path) -> None:
+    config = replace(SMALL, compile="yes", tasks=3, epochs=1, batch_size=48)  # 1440 / 48: one shape to compile
+    whole = train(config, tmp_path / "a")
+
+    def stop(progress):
+        if progress.task == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "b", report=stop, checkpoint_every=0)
+    assert numbers(train(config, tmp_path / "b")) == numbers(whole)
+    eager = train(replace(config, compile="no"), tmp_path / "c")
+    for one, other in zip(lines(whole), lines(eager)):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        assert one["resets"] == other["resets"]
+
+
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
 def survive(script, *args) -> None:
-    """Run a script that forks runs and kills them; it is a process of its own, so that it forks from a single thread."""
+    """Run a script that forks runs and kills them: a process of its own, so that it forks from a single thread."""
     head = f"""
         import os, random, signal, sys, time
         from pathlib import Path

@@ -39,8 +39,10 @@ def test_a_task_is_a_pure_function_of_seed_and_number():
 
 def test_seeds_tasks_and_epochs_all_differ():
     keys = list(itertools.product((0, 1), (0, 1), (0, 1)))
-    seen = [whole(streams.Permuted(tiny(), s, 16).task(t).batches(e))[0] for s, t, e in keys]
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
+    orders = [whole(streams.Permuted(tiny(classes=40), s, 16).task(t).batches(e))[1] for s, t, e in keys]
+    permutations = [streams.Permuted(tiny(), s, 16).task(t).permutation for s, t in itertools.product((0, 1), (0, 1))]
+    for several in (orders, permutations):
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(several, 2))
 
 
 def test_streams_leave_the_global_random_state_alone():
@@ -171,12 +173,14 @@ def test_rotation_is_anticlockwise_by_up_to_fifteen_degrees(monkeypatch):
     # A dot at the right edge moves up. Mirroring first would put it on the left, from where it moves down.
     image = torch.zeros(1, 1, 33, 33)
     image[..., 16, 30] = 1
-    angles = []
+    angles, radii = [], []
     for result in streams.augment(image.expand(300, -1, -1, -1), streams.generator(0)):
         ys, xs = torch.meshgrid(torch.arange(33.0) - 16, torch.arange(33.0) - 16, indexing="ij")
         x, y = (result[0] * xs).sum() / result.sum(), (result[0] * ys).sum() / result.sum()
         angles.append(torch.rad2deg(torch.atan2(-y * x.sign(), x.abs())).item())
+        radii.append(x.hypot(y).item())
     assert -1 < min(angles) < 2 and 13 < max(angles) < 16
+    assert 13.7 < min(radii) <= max(radii) < 14.3
 
 
 def test_every_experiment_has_a_stream():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -76,16 +77,18 @@ def test_the_sweep_files_that_come_along_are_sound(file: Path) -> None:
     final = 0
     if sweep.final is not None:
         final = len({tuple(c.get(n) for n in sweep.final.per) for c in sweep.cells}) * len(sweep.final.seeds)
-    assert said == {len(sweep.runs()), final} - {0}, "the numbers in the comment"
+    assert said == {len(sweep.cells) * len(sweep.seeds), final} - {0}, "the numbers in the comment"
 
 
 def test_the_paper_s_grid_is_the_paper_s() -> None:
     sweep = load(SWEEPS / "permuted-mnist-paper.toml")
     assert sweep.final is not None
     assert (len(sweep.seeds), len(sweep.final.seeds)) == (5, 15)
-    runs: list[Any] = [c.resolved() for c in sweep.runs() if c.method != "backprop"]
+    runs: list[Any] = [sweep.config(cell, 0).resolved() for cell in sweep.cells if cell["method"] != "backprop"]
     assert {(c.lr, c.rate) for c in runs} == {(lr, rate) for lr in (0.1, 0.3) for rate in (1e-5, 1e-4, 1e-3)}
-    assert {(c.tasks, c.epochs, c.batch_size, c.maturity, c.width, c.depth) for c in runs} == {(800, 1, 16, 100, 256, 4)}
+    assert {(c.tasks, c.epochs, c.batch_size, c.maturity, c.width, c.depth) for c in runs} == {
+        (800, 1, 16, 100, 256, 4)
+    }
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ def test_a_sweep_runs_both_stages_and_then_only_what_is_missing(
     said = capsys.readouterr()
     assert "grid: 6 runs, 6 of them done before" in said.out
     assert "final: 2 runs, 1 of them done before" in said.out
-    assert "1 runs done, 0 of them diverged" in said.out
+    assert "1 run done, 0 of them diverged" in said.out
     assert (lost / "metrics.jsonl").read_text() == before
 
 
@@ -281,8 +284,8 @@ def test_a_killed_worker_costs_only_its_own_run_and_only_if_killed_again_and_aga
     killer = Killer({"seed 0": 9, "seed 1": 1})
     outcomes = workers.run_all(jobs, tmp_path / "killed", killer, processes=1, retries=1)
     assert [o.status for o in outcomes] == ["failed", "done"]
-    assert outcomes[0].reason == "its process was killed by SIGKILL (out of memory?), 2 times"
-    assert killer.notes == {"seed 0": f"failed: {outcomes[0].reason}", "seed 1": ""}
+    reason = "its process was killed by SIGKILL (out of memory?), 2 times"
+    assert killer.notes == {"seed 0": f"failed: {reason}", "seed 1": ""}
     assert killer.often == {"seed 0": 7, "seed 1": 0}
     assert multiprocessing.active_children() == []
     undisturbed = run.train(jobs[1].config, tmp_path / "undisturbed")
@@ -303,6 +306,39 @@ def test_a_run_that_cannot_be_done_fails_alone_and_the_exit_code_tells(
     assert "2 runs done, 0 of them diverged" in said.out
     assert "gxd: backprop relu seed 0 failed: cannot write to" in said.err
     assert "Traceback" not in said.err
+
+
+def test_a_full_disk_ends_the_sweep_for_all_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("a run", PermutedDigits(**SMALL))
+
+    def full(*_: Any, **__: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(run, "train", full)
+    failure = workers.train_one(job.config, tmp_path)
+    assert failure == workers.Failure("No space left on device (metrics.jsonl)", errno=errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        workers.failed(job, failure)
+    assert workers.failed(job, workers.Failure("only mine", errno=errno.EACCES)).status == "failed"
+
+
+def test_a_bug_in_a_run_is_one_line_and_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Path:
+        raise ZeroDivisionError("in line one\nand in line two")
+
+    monkeypatch.setattr(run, "train", broken)
+    failure = workers.train_one(PermutedDigits(**SMALL), tmp_path)
+    assert failure is not None
+    assert failure.reason == "ZeroDivisionError: in line one"
+    assert "Traceback" in failure.trace
+
+
+def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert cli.main(["sweep", str(written(tmp_path)), "--out", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gxd: cannot write to ")
+    assert said.count("\n") == 1
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -371,37 +407,41 @@ def test_without_ray_the_extra_is_named(
 
 
 class RayKiller(Board):
-    """Kills the Ray worker that is at the run called ``victim``, once, when it has reached a task."""
+    """Kills a Ray worker that is at a run, once, when one has reached a task."""
 
-    def __init__(self, victim: str, pids: Path) -> None:
+    def __init__(self) -> None:
         super().__init__(live=False)
-        self.victim, self.pids, self.killed, self.notes = victim, pids, 0, dict[str, str]()
+        self.killed, self.notes = 0, dict[str, str]()
 
     def update(self, name: str, progress: Progress) -> None:
-        if name == self.victim and not self.killed:
-            self.killed = ray_worker_of(self.pids)
+        if name != workers.ALL and not self.killed:
+            self.killed = ray_worker()
             os.kill(self.killed, signal.SIGKILL)
 
     def finish(self, name: str, note: str = "") -> None:
         self.notes[name] = note
 
 
-def ray_worker_of(directory: Path) -> int:
-    """The process that holds the lock of a run directory: a descendant of this one, started by the test."""
-    import psutil
+def ray_worker() -> int:
+    """A descendant of this process that Ray calls after our function, which it does while it runs it."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = {int(pid): (int(parent), args) for pid, parent, args in (r.split(maxsplit=2) for r in listed.splitlines())}
 
-    for child in psutil.Process().children(recursive=True):
-        if any(Path(opened.path).parent == directory for opened in child.open_files()):
-            return int(child.pid)
-    raise AssertionError("no process is at the run")
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in rows and ours(rows[pid][0]))
+
+    return next(pid for pid, (_, args) in rows.items() if args.startswith("ray::_train") and ours(pid))
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_runs_a_sweep_and_retries_what_was_killed(tmp_path: Path) -> None:
+def test_a_ray_cluster_runs_a_sweep_and_retries_what_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
-    configs = [PermutedDigits(seed=seed, **{**SMALL, "tasks": 3 if seed else 60}) for seed in range(4)]
+    monkeypatch.setattr(cluster, "LOOK", 0.1)
+    configs = [PermutedDigits(seed=seed, **{**SMALL, "tasks": 3 if seed else 40}) for seed in range(4)]
     jobs = [Job(f"seed {c.seed}", c) for c in configs]
-    killer = RayKiller("seed 0", configs[0].run_directory(tmp_path / "ray"))
+    killer = RayKiller()
     outcomes = cluster.run_all(jobs, tmp_path / "ray", killer, address="local", processes=2)
     assert killer.killed
     assert [o.status for o in outcomes] == ["done"] * 4

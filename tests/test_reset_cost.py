@@ -34,7 +34,7 @@ def case(request):
     x = x.double()
     plan = gxd.find_units(model, x[:2], **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=ONE_BY_ONE)
+        warnings.filterwarnings("error", message=f".*{ONE_BY_ONE}")
         calibration = (x[:CALIBRATION], y[:CALIBRATION])
         cost = gxd.reset_cost(model, calibration, x[CALIBRATION:], plan=plan, chunk=7)
     return model.eval(), plan, x, y, cost
@@ -310,6 +310,7 @@ def test_the_model_is_left_as_it_was_found():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.filterwarnings(f"error:.*{ONE_BY_ONE}")
 def test_frozen_parameters_and_fused_attention_hide_nothing():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.3)

@@ -62,7 +62,7 @@ def outputs_clamped(
 
     # In-place operations between copies and what they share are only possible in functional form.
     run = torch.vmap(functionalize(one), in_dims=(0, None, None), randomness="same")
-    with torch.no_grad(), _no_fused_attention(), _PlainBatchNorm():
+    with torch.no_grad(), _PlainBatchNorm():
         return run(copies, dict(tensors), call)
 
 
@@ -133,7 +133,11 @@ def _clamp_input(view: View, consumer: Consumer, clamp: dict[str, Any]) -> Calla
 
 
 class _PlainBatchNorm(TorchFunctionMode):
-    """In evaluation BatchNorm is a scale and a shift; vmap would first move the copies into the channels."""
+    """In evaluation BatchNorm is a scale and a shift; vmap would first move the copies into the channels.
+
+    While such a mode is active, torch's transformer layers do not take their fused path, which would not call the
+    layers inside, so that nothing could be clamped.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,14 +162,3 @@ def _scale_and_shift(
     shift = (0.0 if bias is None else bias) - running_mean * scale
     shape = [1, -1] + [1] * (input.dim() - 2)
     return torch.addcmul(shift.view(shape), input, scale.view(shape))
-
-
-@contextmanager
-def _no_fused_attention() -> Iterator[None]:
-    """The fused path of ``nn.TransformerEncoderLayer`` does not call its layers, so nothing could be clamped."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

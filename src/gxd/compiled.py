@@ -90,6 +90,8 @@ class CompiledStep:
                 raise TypeError(f"{name} must be a function of (output, target), got {type(function).__name__}")
         if cbp is not None and not isinstance(cbp, ContinualBackprop):
             raise TypeError(f"cbp must be a gxd.ContinualBackprop or None, got {type(cbp).__name__}")
+        if cbp is not None and not cbp._hooks:
+            raise ValueError("cbp is closed: make a new ContinualBackprop")
         if cbp is not None and (cbp.model is not unwrap(model) or cbp.optimizer is not optimizer):
             raise ValueError("cbp belongs to another model or optimizer: give the ones it was made with")
         self.model, self.optimizer, self.loss, self.cbp, self.score = model, optimizer, loss, cbp, score

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,7 +175,7 @@ class ContinualBackprop:
         """Group name -> ``(size,)`` bias-corrected running mean of h; ``(views, size)`` for units with several
         views.
         """
-        stacked = self._references()
+        stacked = self._references(range(len(self.plan.groups)))
         return {name: value[0] if len(value) == 1 else value for name, value in stacked.items()}
 
     @property
@@ -287,23 +286,22 @@ class ContinualBackprop:
                 f"{', '.join(map(repr, replaced))} was replaced after this ContinualBackprop was made: a reset would "
                 "write to the old module, so nothing was reset. close() this one, and make another with a new plan"
             )
-        utilities = self._by_group(self._statistics.utilities())
-        unseen = self._by_group(self._statistics.utility_weight == 0)
-        eligible = self._by_group(self._statistics.ages() > self.maturity)
-        selection = []
-        for group, count in zip(self.plan.groups, due, strict=True):
-            if count and bool(unseen[group.name].all()):
-                self._warn_of_unseen(group)
-            elif count:
-                utility = utilities[group.name].masked_fill(unseen[group.name], math.inf)
-                index = self._processes.agree(lowest(utility, eligible[group.name], count))
-                selection.append((group, index.cpu()))
-        operate(self._tensors, selection, self._references() if self.compensate else {}, self._generator)
+        selection: dict[int, tuple[Group, Tensor]] = {}
+        for number, count in enumerate(due):
+            if count:
+                group = self.plan.groups[number]
+                utility, eligible, seen = self._statistics.candidates(number, self.maturity)
+                if seen:
+                    index = self._processes.agree(lowest(utility, eligible, count))
+                    selection[number] = (group, index.cpu())
+                else:
+                    self._warn_of_unseen(group)
+        chosen = list(selection.values())
+        operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
         for optimizer in self._optimizers:
-            clear_optimizer_state(optimizer, self._tensors, selection, self.step_policy)
-        numbers = {group.name: number for number, group in enumerate(self.plan.groups)}
-        for group, index in selection:
-            self._statistics.forget(numbers[group.name], self._scorer.tally.views_of[numbers[group.name]], index)
+            clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
+        for number, (group, index) in selection.items():
+            self._statistics.forget(number, self._scorer.tally.views_of[number], index)
             self.last_resets[group.name] = index
             self.total_resets += len(index)
 
@@ -318,11 +316,12 @@ class ContinualBackprop:
     def _by_group(self, flat: Tensor) -> dict[str, Tensor]:
         return {g.name: flat[s].clone() for g, s in zip(self.plan.groups, self._statistics.unit_slices, strict=True)}
 
-    def _references(self) -> dict[str, Tensor]:
+    def _references(self, numbers: Iterable[int]) -> dict[str, Tensor]:
+        """Group name -> ``(views, size)``, of the groups of these numbers."""
         flat, slices = self._statistics.references(), self._statistics.view_slices
         return {
-            group.name: torch.stack([flat[slices[n]] for n in numbers])
-            for group, numbers in zip(self.plan.groups, self._scorer.tally.views_of, strict=True)
+            self.plan.groups[n].name: torch.stack([flat[slices[view]] for view in self._scorer.tally.views_of[n]])
+            for n in numbers
         }
 
     def _signs(self, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from gxd.errors import ObservationError
 
 IGNORED = -100  # as in F.cross_entropy
+MOST_ROWS = 1024  # of an identity matrix that is kept: its rows are one-hot vectors
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,12 @@ def _checked_target(target: Tensor) -> Tensor:
 def _one_hot(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
     """1 at the target class of every example (and position), or the class probabilities."""
     _checked_target(target)
+    plain = target.dtype == torch.int64 and logits.dim() == 2 and target.shape == logits.shape[:1]
+    if plain and not traced and target.device.type == "cpu" and logits.shape[1] <= MOST_ROWS:
+        try:
+            return _identity(logits.shape[1], logits.dtype, logits.device).index_select(0, target)
+        except (RuntimeError, IndexError):
+            pass  # ignored ones, or a mistake: see below
     if target.is_floating_point() and target.shape == logits.shape:
         return target.detach().to(logits.dtype)
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
@@ -142,6 +150,11 @@ def _one_hot(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
             f"observe(): target classes range from {low} to {high}, but there are {logits.shape[dim]} logits (0 to "
             f"{logits.shape[dim] - 1}); {IGNORED} is ignored"
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _identity(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(classes, dtype=dtype, device=device)
 
 
 def _class_dim(logits: Tensor, target: Tensor) -> int:

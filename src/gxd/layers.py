@@ -41,6 +41,11 @@ class Layout:
         """Whether the weight's first axis counts inputs."""
         return self.family in (CONV_TRANSPOSE, LINEAR_TRANSPOSED)
 
+    def axis(self, kind: str) -> int | None:
+        """The axis of a weight that counts its ``rows`` or ``columns``; None if it counts them block by block."""
+        first = (kind == "rows") != self.is_transposed
+        return (0 if first else 1) if self.groups == 1 or (first and kind == "rows") else None
+
     def row(self, tensor: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups,
         *kernel)``.
@@ -101,20 +106,33 @@ _FAMILIES: dict[type[nn.Module], Callable[[nn.Module], Layout]] = {
 }
 
 
-def sum_abs_rows(layout: Layout, weight: Tensor, rows: Tensor) -> Tensor:
-    """Sum of absolute incoming weights of each row. Shape ``(n,)``."""
-    view = layout.canonical(weight.detach())
-    return _of(view.abs().sum(list(range(2, view.dim()))).flatten(), rows)
+class AbsoluteSums:
+    """The sum of the absolute weights of each unit: of its ``rows`` (incoming) or ``columns`` (outgoing) of a weight.
 
+    Args:
+        index: ``(n, k)`` the rows or columns of each of the ``n`` units.
+    """
 
-def sum_abs_columns(layout: Layout, weight: Tensor, columns: Tensor) -> Tensor:
-    """Sum of absolute outgoing weights of each unit. ``columns`` is ``(n, k)``, the result ``(n,)``."""
-    view = layout.canonical(weight.detach())
-    return _of(view.abs().sum([1, *range(3, view.dim())]).flatten(), columns).sum(1)
+    def __init__(self, layout: Layout, kind: str, index: Tensor) -> None:
+        self.layout, self.kind, self.axis, self.index = layout, kind, layout.axis(kind), index
+        self.several = index.shape[1] > 1
+        self.in_order = not self.several and torch.equal(index[:, 0], torch.arange(len(index)))
 
-
-def _of(sums: Tensor, index: Tensor) -> Tensor:
-    return sums[index.to(sums.device)]
+    def __call__(self, weight: Tensor) -> Tensor:
+        """``(n,)``."""
+        weight = weight.detach()
+        if self.axis is not None:
+            sums = weight.abs().sum([d for d in range(weight.dim()) if d != self.axis])
+        else:
+            view = self.layout.canonical(weight)
+            mine = 1 if self.kind == "rows" else 2
+            sums = view.abs().sum([d for d in range(1, view.dim()) if d != mine]).flatten()
+        if self.in_order and len(sums) == len(self.index):
+            return sums
+        if self.index.device != sums.device:
+            self.index = self.index.to(sums.device)
+        found = sums[self.index]
+        return found.sum(1) if self.several else found.squeeze(1)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

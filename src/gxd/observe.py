@@ -79,6 +79,7 @@ class Observer:
         ]
         sites: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         views = [view for group in plan.groups for view in group.views]
+        several = [len(group.views) > 1 for group in plan.groups for _ in group.views]
         for number, view in enumerate(views):
             for consumer in view.consumers:
                 numbers = sites.setdefault((consumer.site, consumer.ports), [])
@@ -89,7 +90,9 @@ class Observer:
             if "heads" in ports:
                 self.handles.append(module.register_forward_hook(HeadsTap(self, module, tuple(numbers))))
             else:
-                tap = Tap(self, module, tuple(numbers), ports)
+                # The gradient by a tensor that feeds one view alone is the partial derivative already.
+                nested = any(several[number] for number in numbers)
+                tap = Tap(self, module, tuple(numbers), ports, nested)
                 self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
 
     def begin(self) -> None:
@@ -116,13 +119,17 @@ class Observer:
         self.over = False
 
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
-        """Note that the consumers of these views are about to read ``alias``, an alias of ``source``."""
+        """Note that a consumer of these views is about to read ``alias``: an alias of ``source``, or itself."""
         for number in numbers:
             # A part of the model may be called by itself; then a view that is seen again tells that a new pass began.
-            known = self.passes[-1].get(number) if self.passes else None
-            if not self.passes or self.over or (known is not None and known.source is not source):
+            capture = self.passes[-1].get(number) if self.passes else None
+            if not self.passes or self.over or (capture is not None and capture.source is not source):
                 self.start(whole=False)
-            capture = self.passes[-1].setdefault(number, Capture(source))
+                capture = None
+            if capture is None:
+                capture = self.passes[-1][number] = Capture(source)
+            elif alias is source:
+                continue  # its gradient counts all its consumers already
             capture.aliases.append(alias)
             if self.loss_gradients and alias.requires_grad:
                 alias.register_hook(lambda gradient, kept=capture.loss_gradients: self._keep(kept, gradient))
@@ -191,9 +198,7 @@ class Hook:
         return (type(self), ())
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # traced: by export, which must not see us, or by dynamo, which must stop here
+        if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
             return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
         return self.run(module, call)
 
@@ -244,17 +249,23 @@ class Tap(Hook):
         module: nn.Module | None = None,
         numbers: tuple[int, ...] = (),
         ports: tuple[str, ...] = ("input",),
+        nested: bool = True,
     ) -> None:
         super().__init__(observer, module)
-        self.numbers, self.ports = numbers, ports
+        self.numbers, self.ports, self.nested = numbers, ports, nested
 
     def act(self, observer: Observer, *call: Any) -> Any:
         args, kwargs = call
+        if len(args) == 1 and not kwargs and self.ports == ("input",):  # as most layers are called
+            return (self.alias(observer, args[0]),), kwargs
         return replace_arguments(self.ports, args, kwargs, lambda source: self.alias(observer, source))
 
     def alias(self, observer: Observer, source: Tensor) -> Tensor:
         # A detached input has no gradient of its own; a leaf in its place gives us one and changes nothing else.
-        alias = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
+        if source.requires_grad:
+            alias = source.view_as(source) if self.nested else source
+        else:
+            alias = source.detach().requires_grad_()
         observer.capture(self.numbers, source, alias)
         return alias
 

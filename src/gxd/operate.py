@@ -136,7 +136,8 @@ def operate(
     for group, index in selection:
         if group.name in references:
             for view, reference in zip(group.views, references[group.name], strict=True):
-                mean = reference[index.to(reference.device)].repeat_interleave(view.columns.shape[1])
+                mean, k = reference[index.to(reference.device)], view.columns.shape[1]
+                mean = mean if k == 1 else mean.repeat_interleave(k)
                 for consumer in view.consumers:
                     compensate_consumer(tensors, consumer, view.columns[index].flatten(), mean)
     for group, index in selection:
@@ -155,8 +156,7 @@ def operate(
     for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
         for view in group.views:
             for consumer in view.consumers:
-                weight, where = consumer.layout.column(tensors[consumer.weight], view.columns[index].flatten())
-                weight[where] = 0.0
+                _fill(consumer.layout, "columns", tensors[consumer.weight], view.columns[index].flatten())
 
 
 def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
@@ -166,28 +166,50 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
     target = consumer.bias or consumer.running_mean
     if target is None:
         return
-    weight, where = consumer.layout.column(tensors[consumer.weight], columns)
-    flow = weight[where].flatten(2).sum(2) if weight.dim() > 3 else weight[where]  # (columns, out / groups)
-    flow = flow.to(mean.dtype) * mean.to(flow.device).unsqueeze(1) * consumer.taps
-    shift = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device).index_add_(0, where[0], flow)  # type: ignore[arg-type]
-    if consumer.bias is None:
-        shift = -shift
-    tensors[target].add_(shift.flatten().to(tensors[target].dtype))
+    full, axis = tensors[consumer.weight], consumer.layout.axis("columns")
+    mean = mean.to(full.device)
+    if axis is not None:
+        flow = full.index_select(axis, columns.to(full.device)).movedim(axis, 0)  # (columns, out, *kernel)
+        flow = flow.flatten(2).sum(2) if flow.dim() > 2 else flow
+        shift = mean @ flow.to(mean.dtype)
+    else:
+        weight, where = consumer.layout.column(full, columns)
+        flow = weight[where].flatten(2).sum(2) if weight.dim() > 3 else weight[where]  # (columns, out / groups)
+        flow = flow.to(mean.dtype) * mean.unsqueeze(1)
+        blocks = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device)
+        shift = blocks.index_add_(0, where[0], flow).flatten()  # type: ignore[arg-type]
+    sign = 1.0 if consumer.bias is not None else -1.0
+    tensors[target].add_(shift.to(tensors[target].dtype), alpha=sign * consumer.taps)
 
 
 def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
     """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
-    full = tensors[producer.weight]
-    weight, where = producer.layout.row(full, producer.rows[index])
+    full, axis, rows = tensors[producer.weight], producer.layout.axis("rows"), producer.rows[index]
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
-        fresh = producer.layout.canonical(scratch)[tuple(w.cpu() for w in where)]
+        source, where = producer.layout.row(scratch, rows)
+        fresh = source[where]
     else:
-        fresh = producer.init.draw(torch.Size((len(index), *weight.shape[2:])), generator)
-    weight[where] = fresh.to(weight)
+        shape = full.shape[1:] if axis == 0 else producer.layout.canonical(full).shape[2:]
+        fresh = producer.init.draw(torch.Size((len(index), *shape)), generator)
+    if axis is not None:
+        full.index_copy_(axis, rows.to(full.device), fresh.to(full).movedim(0, axis))
+    else:
+        weight, where = producer.layout.row(full, rows)
+        weight[where] = fresh.to(weight)
     if producer.bias is not None:
-        tensors[producer.bias][producer.bias_rows[index].to(full.device)] = 0.0
+        tensors[producer.bias].index_fill_(0, producer.bias_rows[index].to(full.device), 0.0)
+
+
+def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:
+    """Set rows or columns of a weight, or of a tensor of its shape, to zero."""
+    axis = layout.axis(kind)
+    if axis is not None:
+        tensor.index_fill_(axis, index.to(tensor.device), 0.0)
+    else:
+        view, where = layout.row(tensor, index) if kind == "rows" else layout.column(tensor, index)
+        view[where] = 0.0
 
 
 # --- optimizer state
@@ -199,17 +221,19 @@ def clear_optimizer_state(
     optimizer: Optimizer, tensors: Mapping[str, Tensor], selection: Selection, step_policy: str = "keep"
 ) -> None:
     """Zero the optimizer's state of every slice that a reset drew again or zeroed."""
+    if not any(optimizer.state.values()):  # as with SGD without momentum
+        return
     for group, index in selection:
         for producer in group.producers:
             _clear_weight(
-                optimizer, tensors[producer.weight], producer.layout, "row", producer.rows[index], step_policy
+                optimizer, tensors[producer.weight], producer.layout, "rows", producer.rows[index], step_policy
             )
             if producer.bias is not None:
                 _clear(optimizer, tensors[producer.bias], 0, producer.bias_rows[index], step_policy)
         for view in group.views:
             for consumer in view.consumers:
                 columns = view.columns[index].flatten()
-                _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "column", columns, step_policy)
+                _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "columns", columns, step_policy)
         for norm in group.norms:
             for name in filter(None, (norm.weight, norm.bias)):
                 for state in _slice_shaped(optimizer, tensors[name], step_policy):
@@ -220,14 +244,13 @@ def clear_optimizer_state(
 def _clear_weight(
     optimizer: Optimizer, weight: Tensor, layout: Layout, kind: str, index: Tensor, step_policy: str
 ) -> None:
-    first = (kind == "row") != layout.is_transposed
-    if layout.groups == 1 or (first and kind == "row"):
-        _clear(optimizer, weight, 0 if first else 1, index, step_policy)
+    axis = layout.axis(kind)
+    if axis is not None:
+        _clear(optimizer, weight, axis, index, step_policy)
         return
     for state in _slice_shaped(optimizer, weight, step_policy):
         if state.shape[:2] == weight.shape[:2]:
-            view, where = layout.row(state, index) if kind == "row" else layout.column(state, index)
-            view[where] = 0.0
+            _fill(layout, kind, state, index)
 
 
 @torch.no_grad()

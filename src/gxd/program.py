@@ -11,7 +11,6 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -134,9 +133,10 @@ class Program:
         finally:
             if self.scorer is not None:
                 self.scorer.observer.close()
-        with torch.no_grad():
-            example = chain(*self._parts(states, inputs, target, torch.ones_like))
-            self.function = torch._inductor.compile(graph, list(example), options=OPTIONS)
+        with torch.no_grad(), torch.random.fork_rng():
+            example = list(chain(*self._parts(states, inputs, target, torch.ones_like)))
+            self.function = compile_graph(graph, example)
+            self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
 
     @torch.no_grad()
     def __call__(self, states: list[Tensor], inputs: Any, target: Any) -> tuple[Tensor, Any]:
@@ -275,6 +275,13 @@ class Program:
                     gradient = gradients[n]
                     if gradient is not None:
                         update.apply(parts.tensors[n], gradient, state, lr, group)
+
+
+def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a flat graph for arguments like these."""
+    import torch._inductor  # takes a while
+
+    return torch._inductor.compile(graph, list(example), options=OPTIONS)
 
 
 def logits_of(output: Any) -> Any:

@@ -51,7 +51,9 @@ def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
         eligible: ``(n,)`` whether each unit may be reset.
         count: how many; at most as many as are eligible.
     """
-    order = torch.where(eligible, utility, math.inf).argsort(stable=True)
     # An eligible unit of infinite utility must still come before the ones that may not be reset.
-    order = order[(~eligible)[order].long().argsort(stable=True)]
-    return order[:count].sort().values
+    largest = torch.finfo(utility.dtype).max
+    utility = torch.where(eligible, utility.clamp(max=largest), math.inf)
+    if count == 1:
+        return utility.argmin(0, keepdim=True)
+    return utility.argsort(stable=True)[:count].sort().values

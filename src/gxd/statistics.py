@@ -72,6 +72,13 @@ class Statistics:
         """``(units,)`` bias-corrected running score; 0 before the first observation."""
         return _corrected(self.utility, self.utility_weight)
 
+    def candidates(self, group: int, maturity: int) -> tuple[Tensor, Tensor, bool]:
+        """Utilities of a group (infinite if never observed), which units are old enough, and whether any was seen."""
+        units = self.unit_slices[group]
+        weight = self.utility_weight[units]
+        utility = torch.where(weight > 0, self.utility[units] / weight, math.inf)
+        return utility, self.birth[units] < self.step - maturity, bool(weight.any())
+
     def references_with(self, mean: Tensor, seen: Tensor | None) -> Tensor:
         """The references as they will be once this step's means of the views that were ``seen`` (None: all) are taken
         in.
@@ -91,12 +98,12 @@ class Statistics:
         gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(score.dtype)
         new: tuple[Tensor, ...] = (*self.ahead, *_averaged(self.utility, self.utility_weight, score, gain))
         old = (self.mean, self.mean_weight, self.utility, self.utility_weight)
-        total = new[0].sum() + new[2].sum()  # finite if and only if all of them are, but for an overflow of the sum
+        # A sum is finite if and only if all of its terms are, but for an overflow.
         if not self.waits:
-            finite = torch.isfinite(total)
+            finite = torch.isfinite(new[0].sum() + new[2].sum())
             self.nonfinite = self.nonfinite + ~finite
             new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
-        elif not math.isfinite(total.item()):
+        elif not math.isfinite(new[0].sum().item() + new[2].sum().item()):
             self.nonfinite += 1
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
@@ -105,14 +112,14 @@ class Statistics:
     def forget(self, group: int, views: Iterable[int], units: Tensor) -> None:
         """Age, reference and utility of the given units of a group start again at zero."""
         units = units.to(self.device)
-        start = self.unit_slices[group].start
-        self.birth[start + units] = self.step
-        self.utility[start + units] = 0.0
-        self.utility_weight[start + units] = 0.0
+        mine = units + self.unit_slices[group].start
+        self.birth.index_fill_(0, mine, self.step)
+        self.utility.index_fill_(0, mine, 0.0)
+        self.utility_weight.index_fill_(0, mine, 0.0)
         for view in views:
-            start = self.view_slices[view].start
-            self.mean[start + units] = 0.0
-            self.mean_weight[start + units] = 0.0
+            mine = units + self.view_slices[view].start
+            self.mean.index_fill_(0, mine, 0.0)
+            self.mean_weight.index_fill_(0, mine, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, **{name: getattr(self, name).clone() for name in self.TENSORS}}
@@ -131,7 +138,9 @@ def _averaged(average: Tensor, weight: Tensor, value: Tensor, gain: float | Tens
     """One step of an average and of its weight."""
     if isinstance(gain, Tensor):
         return torch.lerp(average, value, gain), torch.lerp(weight, torch.ones_like(weight), gain)
-    return torch.lerp(average, value, gain), (weight * (1 - gain)).add_(gain)
+    return torch.lerp(average, value, gain), torch.lerp(
+        weight, torch.ones((), dtype=weight.dtype, device=weight.device), gain
+    )
 
 
 def _slices(sizes: list[int]) -> list[slice]:

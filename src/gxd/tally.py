@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gxd.layers import sum_abs_columns, sum_abs_rows
+from gxd.layers import AbsoluteSums
 from gxd.observe import Gradients, Pass, Reader, sum_of
 from gxd.plan import UnitPlan
 from gxd.score import Observation, UnitView, Utility
@@ -59,6 +59,19 @@ class Tally:
         self.views = [view for group in plan.groups for view in group.views]
         self.readers = [Reader(view, positions) for view in self.views]
         self.views_of = view_numbers(plan)
+        self.outgoing = [
+            [(c.weight, AbsoluteSums(c.layout, "columns", view.columns)) for c in view.consumers] for view in self.views
+        ]
+        self.incoming = [
+            [(p.weight, AbsoluteSums(p.layout, "rows", p.rows.unsqueeze(1))) for p in group.producers]
+            for group in plan.groups
+        ]
+        # Whether all units have one view, and one value per example in a tensor of their own: most MLPs.
+        self.flat = [len(numbers) for numbers in self.views_of] == [1] * len(plan.groups) and all(
+            reader.plain for reader in self.readers
+        )
+        self.all_groups, self.all_views = list(range(len(plan.groups))), list(range(len(self.views)))
+        self.widths = [reader.n for reader in self.readers]
         self.clear()
 
     def clear(self) -> None:
@@ -139,24 +152,39 @@ class Tally:
     # --- values and scores --------------------------------------------------------------------------------------------
 
     def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
-        dtype = self.statistics.dtype
-        h = {n: self.readers[n](c.values(), examples).to(dtype) for n, c in one.items() if c.source.numel()}
+        if self.flat and len(one) == len(self.all_views):
+            sources = [one[n].values() for n in self.all_views]
+            if [source.shape for source in sources] == [(len(sources[0]), width) for width in self.widths]:
+                h_all = _side_by_side(sources).to(self.statistics.dtype).unsqueeze(1)
+                return [Block(number, self.all_groups, [self.all_views], [h_all])] if len(h_all) else []
         blocks: list[Block] = []
-        abreast: dict[tuple[int, torch.device], list[tuple[int, int]]] = {}
+        abreast: dict[tuple[int, torch.device], list[tuple[int, int, Tensor]]] = {}
         for group, numbers in enumerate(self.views_of):
-            seen = [n for n in numbers if n in h]
-            if len(seen) == 1 and h[seen[0]].shape[1] == 1:
-                key = (h[seen[0]].shape[0], h[seen[0]].device)
-                abreast.setdefault(key, []).append((group, seen[0]))
-                continue
+            h = {n: self._read(n, one[n].values(), examples) for n in numbers if n in one and one[n].source.numel()}
+            if len(h) == 1:
+                ((n, values),) = h.items()
+                if values.dim() == 2:
+                    abreast.setdefault((values.shape[0], values.device), []).append((group, n, values))
+                    continue
             # Signed effects add over views with the same examples; views of different batches are scored apart.
-            for size in dict.fromkeys(h[n].shape[0] for n in seen):
-                views = [n for n in seen if h[n].shape[0] == size]
-                blocks.append(Block(number, [group], [[n] for n in views], [h[n] for n in views]))
+            h = {n: values.unsqueeze(1) if values.dim() == 2 else values for n, values in h.items()}
+            for size in dict.fromkeys(values.shape[0] for values in h.values()):
+                views = [n for n, values in h.items() if values.shape[0] == size]
+                blocks.append(
+                    Block(number, [group], [[n] for n in views], [h[n].to(self.statistics.dtype) for n in views])
+                )
         for members in abreast.values():
-            slot = [n for _, n in members]
-            blocks.append(Block(number, [g for g, _ in members], [slot], [_side_by_side([h[n] for n in slot])]))
+            h_all = _side_by_side([values for _, _, values in members]).to(self.statistics.dtype).unsqueeze(1)
+            blocks.append(Block(number, [g for g, _, _ in members], [[n for _, n, _ in members]], [h_all]))
         return blocks
+
+    def _read(self, n: int, tensor: Tensor, examples: int | None) -> Tensor:
+        """``(examples, units)``, or ``(examples, positions, units)`` if there are several positions."""
+        reader = self.readers[n]
+        if reader.plain and tensor.dim() == 2 and tensor.shape[1] == reader.n:
+            return tensor
+        values = reader(tensor, examples)
+        return values.squeeze(1) if values.shape[1] == 1 else values
 
     def _score(self, block: Block, gradients: Mapping[int, Tensor], references: Tensor, examples: int | None) -> Tensor:
         views = []
@@ -178,29 +206,20 @@ class Tally:
         parts = []
         for n in slot:
             if n in gradients:
-                parts.append(self.readers[n](gradients[n], examples).to(h.dtype))
+                parts.append(self._read(n, gradients[n], examples))
             else:  # read by a branch that the output does not depend on
-                parts.append(h.new_zeros(*h.shape[:2], self.readers[n].n))
-        return _side_by_side(parts)
+                parts.append(h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1))
+        g = _side_by_side(parts).to(h.dtype)
+        return g.unsqueeze(1) if g.dim() == 2 else g
 
     def _w_out(self, slot: list[int]) -> Tensor:
-        return _side_by_side(
-            [
-                sum_of(
-                    [
-                        sum_abs_columns(c.layout, self.tensors[c.weight], self.views[n].columns)
-                        for c in self.views[n].consumers
-                    ]
-                )
-                for n in slot
-            ]
-        )
+        return _side_by_side([self._sums(self.outgoing[n]) for n in slot])
 
     def _w_in(self, groups: list[int]) -> Tensor:
-        producers = [self.plan.groups[g].producers for g in groups]
-        return _side_by_side(
-            [sum_of([sum_abs_rows(p.layout, self.tensors[p.weight], p.rows) for p in several]) for several in producers]
-        )
+        return _side_by_side([self._sums(self.incoming[g]) for g in groups])
+
+    def _sums(self, parts: Sequence[tuple[str, AbsoluteSums]]) -> Tensor:
+        return sum_of([sums(self.tensors[name]) for name, sums in parts])
 
     # --- flat sums ----------------------------------------------------------------------------------------------------
 
@@ -235,8 +254,8 @@ class Tally:
     def _quotient(self, total: Tensor, count: list[int], slices: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
         if self.reduce is None and min(count) == max(count):
             return total / count[0], None
-        sizes = torch.tensor([s.stop - s.start for s in slices])
-        counts = torch.tensor(count, dtype=total.dtype).repeat_interleave(sizes).to(total.device)
+        each = [torch.full((s.stop - s.start,), n, dtype=total.dtype) for n, s in zip(count, slices, strict=True)]
+        counts = torch.cat(each).to(total.device)
         if self.reduce is not None:
             total, counts = self.reduce(torch.stack([total, counts])).unbind(0)
         return total / counts.clamp(min=1), counts > 0

@@ -23,7 +23,7 @@ from gxd.lab import streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress
-from gxd.lab.store import RunDirectory, read_json, write_bytes
+from gxd.lab.store import STATUS, RunDirectory, read_json, write_bytes
 from gxd.lab.streams import Stream, Task
 
 LINES = "assay.jsonl"
@@ -44,58 +44,70 @@ def assay(config: AssayConfig, root: str | Path, *, report: Report | None = None
     """
     config = config.resolved()
     path = config.directory(root)
-    with RunDirectory(path, cast(Any, config)) as directory, _threads(config.threads):
-        if directory.status().get("status") not in ("done", "diverged"):
-            _Assay(config, directory, report or (lambda progress: None)).run()
+    if _over(path):
+        return path
+    with _threads(config.threads):
+        work = _Assay(config, report or (lambda progress: None))  # before the directory: this finds mistakes
+        with RunDirectory(path, cast(Any, config)) as directory:
+            if not _over(path):  # meanwhile
+                work.run(directory)
     return path
+
+
+def _over(path: Path) -> bool:
+    return (path / STATUS).exists() and read_json(path / STATUS).get("status") in ("done", "diverged")
 
 
 class _Assay:
     """One model on its way through the checkpoints."""
 
-    def __init__(self, config: AssayConfig, directory: RunDirectory, report: Report) -> None:
+    def __init__(self, config: AssayConfig, report: Report) -> None:
         assert config.checkpoints is not None and config.lr is not None
         assert config.momentum is not None and config.weight_decay is not None
-        self.config, self.directory, self.report = config, directory, report
-        self.checkpoints, self.device = config.checkpoints, torch.device(config.device)
+        self.config, self.report, self.checkpoints = config, report, config.checkpoints
+        self.device = torch.device(config.device)
         self.stream: Stream = config.stream()
         self.model = config.build(self.stream).to(self.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
-        example = self.task(0).draw(2)[0][0]
-        self.plan = gxd.find_units(self.model, example, residual=config.residual)
-        self.began = time.monotonic() - float(directory.status().get("seconds", 0.0))
-        self.saved = time.monotonic()
+        (x, _), _ = self.task(0).draw(config.calibration, config.probe)
+        self.plan = gxd.find_units(self.model, x[:2], residual=config.residual)
+        if not self.plan.groups:
+            raise UserError(f"--model {config.model} has no units to clamp: print(gxd.find_units(model, x)) says why")
         self.accuracy: float | None = None
         self.done = 0  # rounds
+
+    def run(self, directory: RunDirectory) -> None:
+        """Go on from what is in the directory."""
+        self.directory = directory
+        self.began = time.monotonic() - float(directory.status().get("seconds", 0.0))
+        self.saved = time.monotonic()
         state = directory.load(self.device)
         if state is not None:
             self.done = int(state["done"])
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-
-    def run(self) -> None:
-        rounds, lines = max(self.checkpoints), read_lines(self.directory.path)
+        rounds, lines = max(self.checkpoints), read_lines(directory.path)
         known = {line["checkpoint"] for line in lines}
         self._tell(len(known))
         while True:
             if self.done in self.checkpoints and self.done not in known:
                 self.save()
                 lines.append(self.measure())
-                write_lines(self.directory.path, lines)
+                write_lines(directory.path, lines)
                 known.add(self.done)
                 self._tell(len(known))
             if self.done >= rounds:
                 break
             if not self.learn():
-                self.directory.set_status("diverged", self.done, time.monotonic() - self.began)
+                directory.set_status("diverged", self.done, time.monotonic() - self.began)
                 return
             self.done += 1
             self._tell(len(known))
             if time.monotonic() - self.saved > SAVE_EVERY:
                 self.save()
-        self.directory.set_status("done", self.done, time.monotonic() - self.began)
+        directory.set_status("done", self.done, time.monotonic() - self.began)
 
     def save(self) -> None:
         self.directory.save(
@@ -128,13 +140,15 @@ class _Assay:
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * 0.2 ** sum(self.done >= drop for drop in config.lr_drops)
         task = self.task(self.done if several else 0)
+        loss = torch.zeros(())
         self.model.train()
         for epoch in range(config.epochs) if several else [self.done]:
             for x, y in task.batches(epoch):
-                F.cross_entropy(self.model(x), y).backward()
+                loss = F.cross_entropy(self.model(x), y)
+                loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        return all(bool(p.isfinite().all()) for p in self.model.parameters())
+        return all(bool(value.isfinite().all()) for value in (loss.detach(), *self.model.parameters()))
 
     # --- assaying -----------------------------------------------------------------------------------------------------
 
@@ -265,8 +279,8 @@ def assay_all(configs: Sequence[AssayConfig], root: Path, board: Board, jobs: in
 def _work(config: AssayConfig, root: Path, pipe: Connection) -> None:
     try:
         assay(config, root, report=pipe.send)
-    except KeyboardInterrupt:
-        pass
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent was interrupted, or is gone
+        return
     except (UserError, OSError) as error:
         pipe.send(str(error))
 

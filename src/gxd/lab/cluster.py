@@ -16,7 +16,7 @@ from typing import Any
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress
 from gxd.lab.store import METRICS
-from gxd.lab.workers import RETRIES, Job, Outcome, Total, close, cores, outcome_of, train_one
+from gxd.lab.workers import RETRIES, Failure, Job, Outcome, Total, close, cores, failed, outcome_of, prepare, train_one
 
 LOOK = 1.0  # seconds between two looks at the run directories
 
@@ -38,6 +38,7 @@ def run_all(
             with as many CPUs as ``processes``, and anything else is the address of a cluster.
     """
     root = root.absolute()  # the workers stand elsewhere
+    prepare(root)
     with _joined(address, processes) as ray:
         train = ray.remote(_train).options(num_cpus=1, num_gpus=gpus, max_retries=retries, retry_exceptions=False)
         pending = {train.remote(job.config, str(root)): index for index, job in enumerate(jobs)}
@@ -63,7 +64,7 @@ def run_all(
     return [outcomes[i] for i in range(len(jobs))]
 
 
-def _train(config: Any, root: str) -> tuple[str, str] | None:
+def _train(config: Any, root: str) -> Failure | None:
     """What runs on a node."""
     return train_one(config, Path(root))
 
@@ -73,8 +74,8 @@ def _outcome(ray: Any, reference: Any, job: Job, root: Path, retries: int) -> Ou
         failure = ray.get(reference)
     except ray.exceptions.RayError as error:
         first = str(error).strip().partition("\n")[0]
-        return Outcome(job, "failed", f"its worker died {retries + 1} times ({type(error).__name__}: {first})")
-    return Outcome(job, "failed", *failure) if failure is not None else outcome_of(job, root)
+        return failed(job, Failure(f"its worker died {retries + 1} times ({type(error).__name__}: {first})"))
+    return failed(job, failure) if failure is not None else outcome_of(job, root)
 
 
 def _progress(job: Job, root: Path) -> Progress | None:

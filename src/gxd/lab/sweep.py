@@ -116,17 +116,18 @@ def _run(sweep: Sweep, stage: Stage, options: Options) -> list[Outcome]:
 
 def _conclude(outcomes: Sequence[Outcome], root: Path) -> int:
     """Say what went wrong, one line each, and return the exit code."""
-    failed = [o for o in outcomes if o.status == "failed"]
+    failures = [(o.job.name, o.failure) for o in outcomes if o.failure is not None]
     diverged = sum(o.status == "diverged" for o in outcomes)
-    print(f"{len(outcomes) - len(failed)} runs done, {diverged} of them diverged. `gxd report {root}` shows them")
-    trace = next((o.trace for o in failed if o.trace), "")
-    if trace:
+    done = len(outcomes) - len(failures)
+    print(f"{done} run{'s' * (done != 1)} done, {diverged} of them diverged. `gxd report {root}` shows them")
+    # One trace will do: what is a bug in one run is mostly the same bug in the next.
+    for trace in [failure.trace for _, failure in failures if failure.trace][:1]:
         print(trace, file=sys.stderr)
-    for outcome in failed:
-        print(f"gxd: {outcome.job.name} failed: {outcome.reason}", file=sys.stderr)
-    if failed:
-        print(f"gxd: {len(failed)} runs failed; the same command tries them again", file=sys.stderr)
-    return 1 if failed else 0
+    for name, failure in failures:
+        print(f"gxd: {name} failed: {failure.reason}", file=sys.stderr)
+    if failures:
+        print(f"gxd: {len(failures)} of {len(outcomes)} failed; the same command tries them again", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def _stages(sweep: Sweep, out: Path) -> list[Stage]:

@@ -8,10 +8,12 @@ give up all of them.)
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections import Counter, deque
@@ -36,6 +38,7 @@ ONE_THREAD = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the worker itself: the other cores are taken
 }
 ALL = "all runs"
+EVERYBODY_S = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # troubles of the disk, not of one run
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,21 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a run could not be done: one line, the trace if it may be a bug, the number of a system's error."""
+
+    reason: str
+    trace: str = ""
+    errno: int | None = None
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``done``, ``diverged``, or ``failed`` with the reason; ``trace`` if the reason may be a bug."""
+    """How a run ended: ``done``, ``diverged`` or ``failed``."""
 
     job: Job
     status: str
-    reason: str = ""
-    trace: str = ""
+    failure: Failure | None = None
 
 
 def status_of(config: Experiment, root: Path) -> dict[str, Any]:
@@ -76,6 +87,7 @@ def run_all(
     jobs: Sequence[Job], root: Path, board: Board, *, processes: int | None = None, retries: int = RETRIES
 ) -> list[Outcome]:
     """Train all of them, in this order, as many at a time as there are cores. Returns how each ended."""
+    prepare(root)
     return _Crew(jobs, root, board, processes or cores(), retries).work()
 
 
@@ -151,7 +163,7 @@ class _Crew:
         if said is None:
             self._close(index, outcome_of(job, self.root))
         else:
-            self._close(index, Outcome(job, "failed", *said))
+            self._close(index, failed(job, said))
 
     def _bury(self, worker: _Worker) -> None:
         """A worker is dead: give its run to another, unless this has happened too often."""
@@ -167,7 +179,7 @@ class _Crew:
             self.board.say(f"{job.name}: its process was {cause}; it is taken up again from its last checkpoint")
             self.waiting.appendleft(index)
         else:
-            self._close(index, Outcome(job, "failed", f"its process was {cause}, {self.killed[index]} times"))
+            self._close(index, failed(job, Failure(f"its process was {cause}, {self.killed[index]} times")))
 
     def _close(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
@@ -190,7 +202,23 @@ class _Crew:
 def outcome_of(job: Job, root: Path) -> Outcome:
     """How a run ended that returned, from its status.json."""
     status = status_of(job.config, root).get("status")
-    return Outcome(job, status) if status in SETTLED else Outcome(job, "failed", f"left the status {status!r} behind")
+    return Outcome(job, status) if status in SETTLED else failed(job, Failure(f"it left the status {status!r} behind"))
+
+
+def failed(job: Job, failure: Failure) -> Outcome:
+    """The outcome of a run that could not be done. What all others would fail of too is raised instead."""
+    if failure.errno in EVERYBODY_S:
+        raise OSError(failure.errno, failure.reason, str(job.name))
+    return Outcome(job, "failed", failure)
+
+
+def prepare(root: Path) -> None:
+    """Make the directory of the runs, and see that files can be written there."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"cannot write to {root} ({error.strerror}): choose another place with --out") from error
 
 
 class Total:
@@ -219,8 +247,8 @@ class Total:
 
 def close(board: Board, outcome: Outcome) -> None:
     """Take a run off the board."""
-    note = {"done": "", "diverged": "diverged", "failed": f"failed: {outcome.reason}"}[outcome.status]
-    board.finish(outcome.job.name, note)
+    note = "" if outcome.status == "done" else outcome.status
+    board.finish(outcome.job.name, f"failed: {outcome.failure.reason}" if outcome.failure is not None else note)
 
 
 def _cause(code: int | None) -> str:
@@ -265,22 +293,22 @@ def _without_interrupts() -> Iterator[None]:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def train_one(config: Experiment, root: Path, report: Any = None) -> tuple[str, str] | None:
-    """Train one run with one thread. Returns None, or the reason why it failed and the trace if it may be a bug."""
+def train_one(config: Experiment, root: Path, report: Any = None) -> Failure | None:
+    """Train one run with one thread. Returns what went wrong, if anything did."""
     from gxd.lab import run
 
     try:
         run.train(replace(config, threads=1), root, report=report)
     except UserError as error:
-        return str(error), ""
+        return Failure(str(error))
     except BrokenPipeError:  # nobody listens any more
         raise
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror or error}{where}", ""
+        return Failure(f"{error.strerror or error}{where}", errno=error.errno)
     except Exception as error:
         first = str(error).partition("\n")[0]
-        return f"{type(error).__name__}: {first}", traceback.format_exc()
+        return Failure(f"{type(error).__name__}: {first}", traceback.format_exc())
     finally:
         if "torch._dynamo" in sys.modules:
             # Dynamo gives up compiling a function after a handful of models; the next run is a new model.

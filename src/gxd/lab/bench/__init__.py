@@ -72,7 +72,7 @@ def command(argv: list[str]) -> int:
     try:
         facts = {**machine.facts(options.device), "clock": options.clock}
         console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
-        _warn(machine.warning(facts["load"]))
+        _warn(machine.warning(facts["load"], options.clock))
         began = time.perf_counter()
         rows: list[Row] = []
         clock = time.process_time if options.clock == "cpu" else time.perf_counter
@@ -87,7 +87,7 @@ def command(argv: list[str]) -> int:
     finally:
         torch.set_num_threads(before)
     if facts["seconds"] > 60:  # a load average is of the last minute: of it, as many as we have threads are ours
-        _warn(machine.warning(facts["load_after"], own=options.threads))
+        _warn(machine.warning(facts["load_after"], options.clock, own=options.threads))
     return int(any(row.note.startswith("failed") for row in rows))
 
 

@@ -38,14 +38,15 @@ def load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def warning(found: float | None, own: int = 0) -> str:
+def warning(found: float | None, clock: str, own: int = 0) -> str:
     """One line if others were at work too, else nothing. ``own`` is the load we cause ourselves."""
     if found is None or found - own <= BUSY:
         return ""
     whose = f", {own} of it ours" if own else ""
+    remedy = "" if clock == "cpu" else ", or with --clock cpu"
     return (
-        f"the machine is busy (load average {found:g}{whose}): the ratios are rough and the times too long; "
-        "run it again on a quiet machine, or with --clock cpu"
+        f"the machine is busy (load average {found:g}{whose}): times are too long and ratios rough; "
+        f"run it again on a quiet machine{remedy}"
     )
 
 

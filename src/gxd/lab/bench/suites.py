@@ -111,6 +111,9 @@ def resets(scope: Scope) -> Iterator[list[Row]]:
     rates = ("1e-5", "1e-4", "1e-3", "1e-2")
     variants = {"backprop": eager(setting)}
     variants |= {f"gxd, rate {rate}": eager(setting, "gxd", replacement_rate=float(rate)) for rate in rates}
+    if not scope.quick:
+        for rate in ("1e-5", "1e-3"):
+            variants[f"gxd, rate {rate}, compiled"] = compiled(setting, "gxd", replacement_rate=float(rate))
     targets = {"gxd, rate 1e-3": (Target(1.10, of="gxd, rate 1e-5"),)}
     # 40 steps: at 1e-4 a layer of 256 units has a reset in each block.
     yield timed("resets", setting, variants, scope, steps=40, rounds=40, targets=targets)

@@ -17,7 +17,7 @@ from gxd.lab.bench.measure import Make, Step
 from gxd.lab.errors import UserError
 
 # Units must mature within the warm-up, so that resets fall into what is timed.
-MATURITY = 20
+MATURITY = 10
 Trainee = tuple[nn.Module, torch.optim.Optimizer, gxd.ContinualBackprop | None]
 
 
@@ -89,11 +89,8 @@ def compiled(setting: Setting, utility: str | None = None, **options: Any) -> Ma
     """The same as one compiled function."""
 
     def make() -> Step:
-        compiled_step = getattr(gxd, "compiled_step", None)
-        if compiled_step is None:
-            raise UserError("gxd.compiled_step is not there")
         model, optimizer, cbp = setting.trainee(utility, **options)
-        return setting.repeat(compiled_step(model, optimizer, F.cross_entropy, cbp))
+        return setting.repeat(gxd.compiled_step(model, optimizer, F.cross_entropy, cbp))
 
     return make
 

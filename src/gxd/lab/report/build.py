@@ -159,7 +159,7 @@ class _Report:
             if question.missing:
                 parts.append(Block(points=[f"{question.title} Not answered here."], missing=question.missing))
             else:
-                parts.append(Block(table=question.table, kind="wide dense", points=question.answers))
+                parts.append(Block(table=question.table, kind="wide dense asked", points=question.answers))
         self.section("questions", "Two open questions", text, parts)
 
     def settings(self) -> None:

@@ -56,7 +56,7 @@ def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
 
 def _picture(groups: dict[str, Group]) -> figures.Picture:
     tasks = max(group.tasks for group in groups.values())
-    smooth = max(1, tasks // 20)
+    smooth = max(1, tasks // 12)
     with style.styled():
         figure = style.new_figure(10.4, 4.3)
         outer = figure.add_gridspec(2, 2, width_ratios=[1.75, 1])
@@ -131,9 +131,8 @@ def _seen(groups: dict[str, Group]) -> str:
     for name, group in groups.items():
         first, last = group.first(), group.last()
         if first.n and last.n:
-            verb = (
-                "falls" if last.value < first.value - 0.01 else "rises" if last.value > first.value + 0.01 else "stays"
-            )
+            change = last.value - first.value
+            verb = "falls" if change < -0.01 else "rises" if change > 0.01 else "holds,"
             text = f"{paper.method_label(name)} {verb} from {first.value * 100:.0f} % to {last.value * 100:.0f} %"
         else:
             text = paper.method_label(name)

@@ -294,6 +294,7 @@ def _head(directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     config = record.get("config", record)
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'config.json'} has no config: remove the directory and run again")
+    config = dict(sorted(config.items()))  # as it is in a digest, so that both give the same report
     config.pop("data_dir", None)  # a path of one machine, of no use to a reader of the digest
     status = _json(directory / "status.json") if (directory / "status.json").exists() else {}
     return record, config, status

@@ -261,7 +261,10 @@ class AssayColumn:
 
 
 def assay_columns(assays: Sequence[Assay]) -> dict[paper.Column, AssayColumn]:
-    """The assays by model and activation, the paper's columns first; of several settings the one with most points."""
+    """The assays by model and activation, the paper's columns first; of several settings the one with most points.
+
+    Assays under way are used only where none is settled: their late checkpoints would be missing from the mean.
+    """
     found: dict[paper.Column, dict[str, list[Assay]]] = defaultdict(lambda: defaultdict(list))
     for assay in assays:
         found[assay.column][assay.key].append(assay)
@@ -270,5 +273,6 @@ def assay_columns(assays: Sequence[Assay]) -> dict[paper.Column, AssayColumn]:
     for column in order:
         if column in found:
             members = max(found[column].values(), key=lambda group: sum(len(assay.checkpoints) for assay in group))
-            columns[column] = AssayColumn(column, tuple(members))
+            settled = [assay for assay in members if assay.status in SETTLED]
+            columns[column] = AssayColumn(column, tuple(settled or members))
     return columns

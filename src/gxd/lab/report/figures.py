@@ -245,7 +245,7 @@ def fit(axes: Axes, here: Mapping[str, Curve]) -> None:
     axes.set_xlim(0, max(line.tasks for line in here.values()))
     axes.margins(y=0.06)
     axes.autoscale_view(scalex=False)
-    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="x", nbins=5, integer=True)
     axes.locator_params(axis="y", nbins=6)
 
 
@@ -291,46 +291,63 @@ def _bars(
         grid = figure.subplots(rows, across, squeeze=False)
         for axes in grid.flat[len(wanted) :]:
             axes.axis("off")
+        shocks = {
+            key: {u: numbers.mean(column.shock(u, "l1").values()) for u in (*utilities, "oracle")}
+            for key, column in columns.items()
+        }
+        wide = any(_spans(values) for values in shocks.values())
         for key, axes in zip(wanted, grid.flat, strict=False):
             axes.set_title(paper.column_label(key) + ("" if key in paper.COLUMNS else " (ours)"))
             if key not in columns:
                 _empty(axes, assay_command(key))
                 continue
-            values = {u: numbers.mean(columns[key].shock(u, "l1").values()) for u in utilities}
-            values = {u: value for u, value in values.items() if value.n}
-            _bar_panel(axes, values, numbers.mean(columns[key].shock("oracle", "l1").values()))
+            _bar_panel(axes, {u: value for u, value in shocks[key].items() if value.n}, wide)
     picture.drawn = figure
     picture.alt = title
+    if wide:
+        picture.caption += " Logarithmic scale; the lines begin at the oracle, so their length is the factor above it."
     return picture
 
 
-def _bar_panel(axes: Axes, values: Mapping[str, numbers.Mean], oracle: numbers.Mean) -> None:
-    order = list(values)
+def _spans(values: Mapping[str, numbers.Mean]) -> bool:
+    """Whether the values differ by so much that bars on a linear scale would show only the largest."""
+    positive = [value.value for value in values.values() if value.n]
+    return bool(positive) and min(positive) > 0 and max(positive) > 20 * min(positive)
+
+
+def _bar_panel(axes: Axes, values: Mapping[str, numbers.Mean], wide: bool) -> None:
+    order, oracle = [u for u in values if u != "oracle"], values.get("oracle")
     widths = [values[u].value for u in order]
     errors = [values[u].se if values[u].se == values[u].se else 0.0 for u in order]
-    places = range(len(order))
-    axes.barh(places, widths, color=[style.colour(u) for u in order], height=0.66, zorder=2)
-    axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=style.INK, elinewidth=0.9, zorder=3)
+    hues, places = [style.colour(u) for u in order], range(len(order))
     ends = [width + error for width, error in zip(widths, errors, strict=True)]
-    longest = max([*ends, oracle.value if oracle.n else 0.0])
-    for place, end, width in zip(places, ends, widths, strict=True):
-        axes.text(end + longest * 0.02, place, f"{width:.3g}", va="center", fontsize=8, color=style.INK)
-    if oracle.n:
+    longest = max([*ends, oracle.value if oracle else 0.0])
+    if wide:
+        start = oracle.value if oracle else min(widths)
+        axes.set_xscale("log")
+        axes.set_xlim(start / 1.6, longest * 4.5)
+        axes.hlines(places, start, widths, colors=hues, linewidth=3.2, zorder=2)
+        axes.scatter(widths, places, color=hues, s=34, zorder=3)
+        lows = [min(error, width * 0.9) for width, error in zip(widths, errors, strict=True)]
+        beside = [end * 1.25 for end in ends]
+        axes.errorbar(widths, places, xerr=[lows, errors], fmt="none", ecolor=style.INK, elinewidth=0.9, zorder=4)
+    else:
+        axes.barh(places, widths, color=hues, height=0.66, zorder=2)
+        axes.set_xlim(0.0, longest * 1.18)
+        beside = [end + longest * 0.02 for end in ends]
+        axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=style.INK, elinewidth=0.9, zorder=4)
+        axes.locator_params(axis="x", nbins=4)
+    for place, x, width in zip(places, beside, widths, strict=True):
+        axes.text(x, place, f"{width:.2g}", va="center", fontsize=8, color=style.INK)
+    if oracle:
         axes.axvline(oracle.value, color=style.INK, linewidth=1.0, linestyle=(0, (3, 2)), zorder=4)
-        axes.text(
-            oracle.value + longest * 0.01,
-            -0.62,
-            f"oracle {oracle.value:.3g}",
-            fontsize=7.5,
-            color=style.MUTED,
-            va="center",
-        )
+        text, at = f" oracle {oracle.value:.2g}", oracle.value
+        axes.text(at, -0.66, text, fontsize=7.5, color=style.MUTED, va="center")
     axes.set_yticks(list(places), [paper.method_label(u) for u in order])
     axes.tick_params(axis="y", labelcolor=style.INK)
     axes.set_ylim(len(order) - 0.45, -0.95)
-    axes.set_xlim(0, longest * 1.18)
-    axes.locator_params(axis="x", nbins=4)
     axes.grid(visible=False)
     axes.grid(visible=True, axis="x")
+    axes.minorticks_off()
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("shock (logit L1)")

@@ -58,11 +58,12 @@ def save_pictures(pictures: Iterable[Picture], out: Path) -> dict[str, Shown]:
         inline = None
         if picture.drawn is not None:
             with style.styled():
-                style.settle(picture.drawn)
+                pixels = style.png(picture.drawn)
+                picture.drawn.set_layout_engine("none")  # it is laid out now, and need not be once more
                 vector = style.svg(picture.drawn, picture.name)
                 out.mkdir(parents=True, exist_ok=True)
                 (out / f"{picture.name}.svg").write_text(vector, encoding="utf-8")
-                (out / f"{picture.name}.png").write_bytes(style.png(picture.drawn))
+                (out / f"{picture.name}.png").write_bytes(pixels)
             # Our own drawing: matplotlib has escaped the text in it.
             inline = Markup(style.inline(vector, picture.name, picture.alt))
         shown[picture.name] = Shown(picture.name, picture.title, picture.caption, picture.missing, inline)

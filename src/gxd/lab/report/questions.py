@@ -32,6 +32,7 @@ def compensation(runs: Sequence[Run]) -> Question:
     return _question(
         "compensation",
         "Does bias compensation help, or does it destabilise?",
+        "compensation",
         ("with", "without"),
         twins(runs, "compensate", True, False),
         "gxd run permuted-digits --method gxd --activation silu --rate 1e-3 --seed 0 (and again with --no-compensate)",
@@ -43,6 +44,7 @@ def sketch(runs: Sequence[Run]) -> Question:
     return _question(
         "sketch",
         "Does GXD sketch beat GXD?",
+        "GXD sketch",
         ("sketch", "GXD"),
         twins(runs, "method", "gxd_sketch", "gxd"),
         "gxd run permuted-digits --method gxd_sketch --activation silu --seed 0 (and again with --method gxd)",
@@ -50,23 +52,32 @@ def sketch(runs: Sequence[Run]) -> Question:
 
 
 def _question(
-    name: str, title: str, sides: tuple[str, str], pairs: Sequence[tuple[Group, Group]], command: str
+    name: str,
+    title: str,
+    subject: str,
+    sides: tuple[str, str],
+    pairs: Sequence[tuple[Group, Group]],
+    command: str,
 ) -> Question:
     pairs = [pair for pair in pairs if pair[0].settled and pair[1].settled]
+    enough = [pair for pair in pairs if min(len(group.settled) for group in pair) >= ENOUGH_SEEDS]
+    left_out = f" {len(pairs) - len(enough)} settings with fewer than {ENOUGH_SEEDS} seeds are left out."
+    caption = left_out if enough and len(enough) < len(pairs) else ""
+    pairs = enough or pairs
     table = Table(
         f"question-{name}",
         title,
         "Settings that differ in nothing else. Diverged: rate with Wilson's 95 % interval; the difference of the rates "
         f"({sides[0]} − {sides[1]}, percentage points) with Newcombe's. Last: test accuracy in % over the last tasks "
         "of the runs that lived; its difference in percentage points over the seeds that lived in both, with the 95 "
-        "% t interval. What follows: an interval that leaves out 0 decides.",
+        f"% t interval. What follows: an interval that leaves out 0 decides.{caption}",
         [
             "Setting",
             *(f"Diverged, {side}" for side in sides),
             "Difference",
             *(f"Last, {side}" for side in sides),
             "Paired difference",
-            f"What follows for “{sides[0]}”",
+            f"What follows for {subject}",
         ],
     )
     tally: Counter[tuple[str, str]] = Counter()
@@ -116,7 +127,7 @@ def _question(
                 "pairs": len(common),
             }
         )
-    return Question(title, table, [_summary(sides, tally)] if pairs else [], "" if pairs else command)
+    return Question(title, table, [_summary(subject, tally)] if pairs else [], "" if pairs else command)
 
 
 def _side(interval: numbers.Interval) -> str:
@@ -130,13 +141,13 @@ def _follows(gap: numbers.Interval, change: numbers.Interval) -> str:
     return ", ".join(filter(None, [divergence, accuracy])) or "open"
 
 
-def _summary(sides: tuple[str, str], tally: Counter[tuple[str, str]]) -> str:
+def _summary(subject: str, tally: Counter[tuple[str, str]]) -> str:
     settings = sum(count for (what, _), count in tally.items() if what == "divergence")
     if not settings:
         return f"No setting has {ENOUGH_SEEDS} seeds on both sides, so the question stays open here."
     d, a = ({side: tally[what, side] for side in (MORE, LESS, OPEN)} for what in ("divergence", "accuracy"))
     return (
-        f"Of the {settings} settings with at least {ENOUGH_SEEDS} seeds, “{sides[0]}” diverges more often in "
+        f"Of the {settings} settings with at least {ENOUGH_SEEDS} seeds, {subject} diverges more often in "
         f"{d[MORE]}, less often in {d[LESS]}, undecided in {d[OPEN]}; the runs that lived end higher in {a[MORE]}, "
         f"lower in {a[LESS]}, undecided in {a[OPEN]}."
     )

@@ -144,12 +144,6 @@ def label_ends(axes: Axes, labels: Sequence[Label], *, size: float = 8.0, room: 
         )
 
 
-def settle(figure: Figure) -> None:
-    """Lay the figure out once; else each file that it is saved to does it again."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
 def png(figure: Figure, dpi: int = 160) -> bytes:
     """The figure as PNG, the same bytes each time."""
     buffer = io.BytesIO()

@@ -1,0 +1,97 @@
+"""``gxd demo``: five methods side by side, a table, a picture, a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gxd.lab import cli, demo, workers
+from gxd.lab.demo import Result
+from gxd.lab.workers import Failure, Job, Outcome, settled
+
+
+def test_a_quick_demo_ends_with_a_table_a_picture_and_a_page_and_a_second_one_is_instant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "demo"
+    argv = ["demo", "--quick", "--out", str(out), "--jobs", "1"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr()
+    for method in demo.METHODS:
+        assert f"\n{method} " in said.out
+        assert f"{method}, seed 0" in said.err  # its bar
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "index.html").read_text()
+    assert (out / "index.html").resolve().as_uri() in said.out
+    assert not [word for word in ('src="http', "src='http", 'href="http', "@import", "<link") if word in page]
+
+    trained: list[str] = []
+
+    def pretend(jobs: list[Job], root: Path, board: Any, **options: Any) -> list[Outcome]:
+        trained.extend(job.name for job in jobs)
+        return [Outcome(job, "failed", Failure("pretended")) for job in jobs]
+
+    monkeypatch.setattr(workers, "run_all", pretend)
+    assert cli.main(argv) == 0
+    again = capsys.readouterr().out
+    assert trained == []
+    assert "results of an earlier demo" in again
+    assert said.out.partition("\nmethod")[2] == again.partition("\nmethod")[2]
+
+    # --fresh forgets the runs of the demo, and nothing else; a run that fails is a line and an exit code.
+    (out / "runs" / "mine.txt").write_text("keep")
+    assert cli.main([*argv, "--fresh"]) == 1
+    assert trained == [f"{method}, seed 0" for method in demo.METHODS]
+    assert "gxd: gxd, seed 0 failed: pretended" in capsys.readouterr().err
+    assert (out / "runs" / "mine.txt").read_text() == "keep"
+    assert not any(settled(config, out / "runs") for config in demo.configs(quick=True))
+
+
+def test_the_table_averages_the_runs_that_lived(tmp_path: Path) -> None:
+    runs = [c for c in demo.configs() if c.method in ("backprop", "gxd")]
+    for config in runs:
+        directory = config.run_directory(tmp_path)
+        directory.mkdir(parents=True)
+        dead = config.method == "gxd" and config.seed == runs[0].seed
+        end = {"backprop": 0.4, "gxd": 0.8}[config.method]
+        curve = [0.8] * 5 if dead else [0.8] * (config.tasks - 25) + [end] * 25
+        lines = [json.dumps({"task": task, "test_accuracy": value}) + "\n" for task, value in enumerate(curve)]
+        (directory / "metrics.jsonl").write_text("".join(lines))
+        status = {"status": "diverged" if dead else "done", "task": len(curve), "seconds": 1.0}
+        (directory / "status.json").write_text(json.dumps(status))
+    backprop, gxd = demo.results(runs, tmp_path)
+    assert (backprop.first, backprop.diverged) == (pytest.approx(0.8), 0)
+    assert backprop.last == pytest.approx(0.4)
+    assert (gxd.last, gxd.diverged, gxd.runs) == (pytest.approx(0.8), 1, len(demo.SEEDS))
+    assert "1/2" in demo.results_table([gxd], 25)
+
+
+def told(plain: float, resets: float, other: float | None = None) -> str:
+    last = None if other is None else 0.8 + other
+    return demo.explanation(
+        [
+            Result("backprop", 0.8, 0.8 + plain, 0, 2),
+            Result("gxd", 0.8, 0.8 + resets, 0, 2),
+            Result("contribution", None if other is None else 0.8, last, 2 if other is None else 0, 2),
+        ]
+    )
+
+
+def test_the_explanation_follows_from_the_numbers() -> None:
+    assert "loses 20 points" in told(-0.2, 0.0, 0.01)
+    assert "The networks that reset" in told(-0.2, 0.0, 0.01)
+    assert "Those with gxd that reset" in told(-0.2, 0.0, -0.2)
+    assert "Those with gxd that reset" in told(-0.2, 0.0, None)
+    assert "lose accuracy too" in told(-0.2, -0.2, -0.2)
+    assert "too short" in told(-0.01, 0.0, 0.0)
+
+
+def test_all_methods_of_the_demo_see_the_same_tasks() -> None:
+    runs = demo.configs()
+    assert {c.method for c in runs} == set(demo.METHODS)
+    shared = [{k: v for k, v in c.settings().items() if k not in ("method", "rate", "seed")} for c in runs]
+    assert all(settings == shared[0] for settings in shared)
+    assert len({c.seed for c in runs}) == len(demo.SEEDS) > 1
