@@ -1,4 +1,4 @@
-# A fresh machine needs Python 3.10 or newer and make: `make test` does the rest.
+# A fresh machine needs Python 3.10 or newer and make: `make demo` and `make test` do the rest.
 #     make test PYTHON=python3.12     another interpreter (the environment is rebuilt for it)
 #     make test PYTEST_ARGS='-k relu -x'
 
@@ -9,16 +9,20 @@ PYTEST_ARGS ?=
 
 BIN     := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
-# The stamp names the Python version, so that another $(PYTHON) is noticed.
+# The stamps name the Python version, so that another $(PYTHON) is noticed. The demo needs less than the tests.
+LAB     := $(VENV)/.installed-lab-$(VERSION)
 STAMP   := $(VENV)/.installed-$(VERSION)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test lint types format venv clean
+.PHONY: help demo test lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(LAB) ## watch backprop lose its plasticity, and resets keep it: about two minutes on two cores
+	$(BIN)/gxd demo
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -36,17 +40,22 @@ format: $(STAMP) ## ruff: fix what can be fixed, then format
 
 venv: $(STAMP) ## make or update the environment in .venv
 
-# The stamp is removed first and written last. Without one the environment is made anew, because an interrupted
-# install may have left half a package; with an outdated one it is brought up to date in place.
-$(STAMP): pyproject.toml constraints.txt
+# A stamp is removed first and written last. Without one the environment is made anew, because an interrupted install
+# may have left half a package; with an outdated one it is brought up to date in place.
+$(LAB): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@if [ -e $@ ]; then rm -f $@; else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
-	@echo "installing gxd[dev] with the versions of constraints.txt; the first time this takes minutes"
+	@if [ -e $@ ]; then rm -f $@ $(STAMP); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@echo "installing gxd[lab] with the versions of constraints.txt; the first time this takes minutes"
 	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation -e '.[lab]'
+	@touch $@
+
+$(STAMP): $(LAB)
+	@echo "installing gxd[dev]"
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) gxd-demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

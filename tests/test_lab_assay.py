@@ -131,6 +131,15 @@ def test_the_seed_changes_the_numbers_and_not_the_setting(done, tmp_path):
     assert (path / "assay.jsonl").read_bytes() != (done / "assay.jsonl").read_bytes()
 
 
+def test_a_subset_is_the_same_in_every_task_and_bounds_the_test_set():
+    work = lab._Assay(replace(TINY, train_size=200).resolved(), lambda progress: None)
+    one, two = work.task(0), work.task(1)
+    assert len(one.train_labels) == 200 == len(one.test_labels) and torch.equal(one.train_images, two.train_images)
+    assert not torch.equal(one.permutation, two.permutation)
+    seen = torch.cat([y for _, y in one.batches(0)])
+    assert torch.equal(seen.sort().values, one.train_labels.sort().values)
+
+
 def test_a_diverged_model_is_recorded_as_such(tmp_path):
     path = lab.assay(replace(TINY, lr=1e20, utilities=("gxd",)), tmp_path)
     status = json.loads((path / "status.json").read_text())

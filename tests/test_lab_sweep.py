@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -344,9 +346,12 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path, capsys: p
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def started(file: Path, out: Path) -> subprocess.Popen[str]:
+@contextmanager
+def started(file: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """`gxd sweep` as a process group of its own, as a terminal would start it, with two runs under way."""
-    code = "import sys; from gxd.lab.cli import main; sys.exit(main())"
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
+    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = signals + "import sys; from gxd.lab.cli import main; sys.exit(main())"
     argv = [sys.executable, "-c", code, "sweep", str(file), "--out", str(out), "--jobs", "2"]
     source = str(Path(run.__file__).parents[2])
     process = subprocess.Popen(
@@ -358,8 +363,13 @@ def started(file: Path, out: Path) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": source},
     )
     sweep = load(file)
-    wait_for(lambda: sum(bool(status_of(c, sweep.root(out))) for c in sweep.runs()) == 2)
-    return process
+    try:
+        wait_for(lambda: sum(bool(status_of(c, sweep.root(out))) for c in sweep.runs()) == 2)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def wait_for(condition: Any, seconds: float = 60) -> None:
@@ -379,20 +389,19 @@ def alive(group: int) -> list[str]:
 def test_ctrl_c_stops_all_processes_and_a_second_start_goes_on(tmp_path: Path) -> None:
     endless = FILE[: FILE.index("[final]")].replace("tasks = 3", "tasks = 100000\ncompile = 'no'")
     file, out = written(tmp_path, endless.replace("100, 101", "0")), tmp_path / "runs"
-    process = started(file, out)
-    assert len(alive(process.pid)) >= 3  # the command and two workers
-    os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=20)[1]
-    assert process.returncode == 130
-    assert said.splitlines()[-1].startswith("gxd: interrupted;")
-    assert "Traceback" not in said
-    wait_for(lambda: not alive(process.pid), 5)
+    with started(file, out) as process:
+        assert len(alive(process.pid)) >= 3  # the command and two workers
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+        assert process.returncode == 130
+        assert said.splitlines()[-1].startswith("gxd: interrupted;")
+        assert "Traceback" not in said
+        wait_for(lambda: not alive(process.pid), 5)
 
     # A parent that is killed cannot stop anybody; its workers notice.
-    process = started(file, out)
-    process.kill()
-    process.communicate(timeout=20)
-    wait_for(lambda: not alive(process.pid), 20)
+    with started(file, out) as process:
+        process.kill()
+        wait_for(lambda: not alive(process.pid), 20)
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------

@@ -286,22 +286,29 @@ class ContinualBackprop:
                 f"{', '.join(map(repr, replaced))} was replaced after this ContinualBackprop was made: a reset would "
                 "write to the old module, so nothing was reset. close() this one, and make another with a new plan"
             )
+        statistics, views_of = self._statistics, self._scorer.tally.views_of
+        utilities, eligible = statistics.candidates(self.maturity)
         selection: dict[int, tuple[Group, Tensor]] = {}
         for number, count in enumerate(due):
-            if count:
-                group = self.plan.groups[number]
-                utility, eligible, seen = self._statistics.candidates(number, self.maturity)
-                if seen:
-                    index = self._processes.agree(lowest(utility, eligible, count))
-                    selection[number] = (group, index.cpu())
-                else:
-                    self._warn_of_unseen(group)
+            if count and not statistics.shown(number):
+                self._warn_of_unseen(self.plan.groups[number])
+            elif count:
+                units = statistics.unit_slices[number]
+                index = self._processes.agree(lowest(utilities[units], eligible[units], count))
+                selection[number] = (self.plan.groups[number], index.cpu())
+        if not selection:
+            return
         chosen = list(selection.values())
         operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
         for optimizer in self._optimizers:
             clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
-        for number, (group, index) in selection.items():
-            self._statistics.forget(number, self._scorer.tally.views_of[number], index)
+        statistics.forget(
+            torch.cat([index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]),
+            torch.cat(
+                [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
+            ),
+        )
+        for group, index in chosen:
             self.last_resets[group.name] = index
             self.total_resets += len(index)
 

@@ -145,7 +145,12 @@ class Observer:
         captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
         aliases = [alias for _, _, c in captures for alias in c.aliases]
         for cotangent in [direction.stacked()] if stacked else direction.cotangents():
-            parts = iter(self._pull_back(direction.output, aliases, cotangent, stacked))
+            try:
+                parts = iter(self._pull_back(direction.output, aliases, cotangent, stacked))
+            except RuntimeError:
+                for _, _, c in captures:
+                    c.values()  # says so if it was changed in place
+                raise
             found: dict[int, dict[int, Tensor]] = {}
             for number, view, c in captures:
                 gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]

@@ -136,10 +136,11 @@ def operate(
     for group, index in selection:
         if group.name in references:
             for view, reference in zip(group.views, references[group.name], strict=True):
-                mean, k = reference[index.to(reference.device)], view.columns.shape[1]
+                mean, k = reference.index_select(0, index.to(reference.device)), view.columns.shape[1]
                 mean = mean if k == 1 else mean.repeat_interleave(k)
+                columns = view.columns.index_select(0, index).flatten()
                 for consumer in view.consumers:
-                    compensate_consumer(tensors, consumer, view.columns[index].flatten(), mean)
+                    compensate_consumer(tensors, consumer, columns, mean)
     for group, index in selection:
         for producer in group.producers:
             draw_incoming(tensors, producer, index, generator or torch.default_generator)
@@ -155,8 +156,9 @@ def operate(
                     tensors[name].view(-1)[entries.to(tensors[name].device)] = value
     for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
         for view in group.views:
+            columns = view.columns.index_select(0, index).flatten()
             for consumer in view.consumers:
-                _fill(consumer.layout, "columns", tensors[consumer.weight], view.columns[index].flatten())
+                _fill(consumer.layout, "columns", tensors[consumer.weight], columns)
 
 
 def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
@@ -169,9 +171,10 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
     full, axis = tensors[consumer.weight], consumer.layout.axis("columns")
     mean = mean.to(full.device)
     if axis is not None:
-        flow = full.index_select(axis, columns.to(full.device)).movedim(axis, 0)  # (columns, out, *kernel)
+        flow = full.index_select(axis, columns.to(full.device))
         flow = flow.flatten(2).sum(2) if flow.dim() > 2 else flow
-        shift = mean @ flow.to(mean.dtype)
+        flow = flow.to(mean.dtype)
+        shift = flow @ mean if axis else mean @ flow
     else:
         weight, where = consumer.layout.column(full, columns)
         flow = weight[where].flatten(2).sum(2) if weight.dim() > 3 else weight[where]  # (columns, out / groups)
@@ -184,7 +187,7 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
 
 def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
     """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
-    full, axis, rows = tensors[producer.weight], producer.layout.axis("rows"), producer.rows[index]
+    full, axis, rows = tensors[producer.weight], producer.layout.axis("rows"), producer.rows.index_select(0, index)
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
@@ -194,12 +197,12 @@ def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tens
         shape = full.shape[1:] if axis == 0 else producer.layout.canonical(full).shape[2:]
         fresh = producer.init.draw(torch.Size((len(index), *shape)), generator)
     if axis is not None:
-        full.index_copy_(axis, rows.to(full.device), fresh.to(full).movedim(0, axis))
+        full.index_copy_(axis, rows.to(full.device), fresh.to(full).transpose(0, axis))
     else:
         weight, where = producer.layout.row(full, rows)
         weight[where] = fresh.to(weight)
     if producer.bias is not None:
-        tensors[producer.bias].index_fill_(0, producer.bias_rows[index].to(full.device), 0.0)
+        tensors[producer.bias].index_fill_(0, producer.bias_rows.index_select(0, index).to(full.device), 0.0)
 
 
 def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:

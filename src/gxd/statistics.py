@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +43,7 @@ class Statistics:
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.ahead: tuple[Tensor, Tensor] | None = None
         self.waits = device.type == "cpu"
+        self.all_shown = False  # at once, at some step: so that the host need not ask
 
     @property
     def device(self) -> torch.device:
@@ -72,12 +72,14 @@ class Statistics:
         """``(units,)`` bias-corrected running score; 0 before the first observation."""
         return _corrected(self.utility, self.utility_weight)
 
-    def candidates(self, group: int, maturity: int) -> tuple[Tensor, Tensor, bool]:
-        """Utilities of a group (infinite if never observed), which units are old enough, and whether any was seen."""
-        units = self.unit_slices[group]
-        weight = self.utility_weight[units]
-        utility = torch.where(weight > 0, self.utility[units] / weight, math.inf)
-        return utility, self.birth[units] < self.step - maturity, bool(weight.any())
+    def candidates(self, maturity: int) -> tuple[Tensor, Tensor]:
+        """``(units,)`` the utilities, infinite where nothing was observed, and which units are old enough to go."""
+        utilities = torch.where(self.utility_weight > 0, self.utility / self.utility_weight, math.inf)
+        return utilities, self.birth < self.step - maturity
+
+    def shown(self, group: int) -> bool:
+        """Whether any unit of a group has been observed."""
+        return self.all_shown or bool((self.utility_weight[self.unit_slices[group]] > 0).any())
 
     def references_with(self, mean: Tensor, seen: Tensor | None) -> Tensor:
         """The references as they will be once this step's means of the views that were ``seen`` (None: all) are taken
@@ -107,19 +109,17 @@ class Statistics:
             self.nonfinite += 1
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
+        self.all_shown = self.all_shown or (seen is None and self.waits and new is not old)
         self.ahead = None
 
-    def forget(self, group: int, views: Iterable[int], units: Tensor) -> None:
-        """Age, reference and utility of the given units of a group start again at zero."""
-        units = units.to(self.device)
-        mine = units + self.unit_slices[group].start
-        self.birth.index_fill_(0, mine, self.step)
-        self.utility.index_fill_(0, mine, 0.0)
-        self.utility_weight.index_fill_(0, mine, 0.0)
-        for view in views:
-            mine = units + self.view_slices[view].start
-            self.mean.index_fill_(0, mine, 0.0)
-            self.mean_weight.index_fill_(0, mine, 0.0)
+    def forget(self, units: Tensor, views: Tensor) -> None:
+        """Age, reference and utility of the units of these flat numbers start again at zero."""
+        units, views = units.to(self.device), views.to(self.device)
+        self.birth.index_fill_(0, units, self.step)
+        self.utility.index_fill_(0, units, 0.0)
+        self.utility_weight.index_fill_(0, units, 0.0)
+        self.mean.index_fill_(0, views, 0.0)
+        self.mean_weight.index_fill_(0, views, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, **{name: getattr(self, name).clone() for name in self.TENSORS}}

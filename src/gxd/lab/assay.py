@@ -131,7 +131,13 @@ class _Assay:
             raise UserError(f"train_size={size} is more than the {len(task.train_labels)} images there are")
         rows = torch.randperm(len(task.train_labels), generator=streams.generator(self.config.seed, "subset"))[:size]
         rows = rows.to(task.train_labels.device)
-        return replace(task, train_images=task.train_images[rows], train_labels=task.train_labels[rows])
+        return replace(
+            task,
+            train_images=task.train_images[rows],
+            train_labels=task.train_labels[rows],
+            test_images=task.test_images[:size],
+            test_labels=task.test_labels[:size],
+        )
 
     def learn(self) -> bool:
         """Train for one round. Returns False if the model has diverged."""

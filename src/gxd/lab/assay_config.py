@@ -72,7 +72,7 @@ class AssayConfig:
     """Passes over each task. None: the paper's.
     Paper: 1 for the MLP, 200 for ResNet-18."""
     train_size: int | None = None
-    """Train on a random subset of so many images. None: on all.
+    """Train on a random subset of so many images, and measure the accuracy on no more. None: on all.
     Paper: all; for CIFAR-100 450 images of each class."""
     batch_size: int | None = None
     """Examples per step. None: the paper's.

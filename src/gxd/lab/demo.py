@@ -1,4 +1,27 @@
-"""``gxd demo``: plain backprop loses its plasticity, networks with resets keep it; about two minutes on two cores."""
+"""``gxd demo``: plain backprop loses its plasticity, networks with resets keep it; about two minutes on two cores.
+
+The setting is one of stress, chosen so that the loss shows in 100 tasks: Permuted digits as in ``gxd run`` (two epochs per
+task), ReLU, learning rate 0.25, replacement rate 1e-3. Mean test accuracy over the first and the last 25 of 100 tasks on
+seeds 0-4; no run of the 25 diverged, and on every seed backprop ends at least 7 points below each of the others:
+
+    ==========================  =============  =================================
+    method                      mean           last 25 tasks, seeds 0 to 4
+    ==========================  =============  =================================
+    backprop                    .757 -> .649   .729  .597  .684  .633  .603
+    contribution                .810 -> .817   .853  .837  .803  .829  .763
+    mc_adaptable_contribution   .800 -> .800   .816  .791  .804  .772  .816
+    gxd                         .793 -> .815   .800  .831  .787  .823  .836
+    gxd_sketch                  .812 -> .827   .832  .848  .832  .822  .802
+    ==========================  =============  =================================
+
+The demo takes the first two of these seeds. It shows what resets do, not which utility is best: a dead ReLU unit scores
+zero with all of them. The assay and the long runs are for that.
+
+Tried beside it with a stand-alone script, backprop over the first and the last 25 of 125 tasks on 4 seeds: ReLU at lr 0.15
+.865 -> .805, 0.2 .836 -> .709 (resets .84 -> .84), 0.3 .601 -> .287 (one gxd run diverged); LeakyReLU at 0.2 .832 -> .753,
+0.25 .794 -> .715 (one run diverged); SiLU at 0.2 .900 -> .861, 0.25 .881 -> .779. One epoch per task is quicker, but
+starts lower (ReLU, lr 0.2: .68).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +37,7 @@ from typing import Any
 
 from gxd.lab import workers
 from gxd.lab.arguments import parse
-from gxd.lab.config import Experiment, PermutedDigits
+from gxd.lab.config import Activation, Experiment, PermutedDigits
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, clock
 from gxd.lab.report.digest import window
@@ -23,7 +46,8 @@ from gxd.lab.store import read_metrics
 from gxd.lab.workers import Job, settled, status_of
 
 METHODS = ("backprop", "contribution", "mc_adaptable_contribution", "gxd", "gxd_sketch")
-ACTIVATION, LR, RATE, TASKS, SEEDS = "relu", 0.25, 1e-3, 100, (0, 1)
+ACTIVATION: Activation = "relu"
+LR, RATE, TASKS, SEEDS = 0.25, 1e-3, 100, (0, 1)
 VISIBLE = 0.03  # of accuracy: less is not called a loss
 
 

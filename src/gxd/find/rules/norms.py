@@ -64,8 +64,11 @@ def _normalised(
 
 
 def _mixes(label: Tensor, dims: list[int]) -> bool:
-    """Whether the statistics taken along ``dims`` are those of several units."""
-    return bool(collapse(label, dims)[1].any())
+    """Whether the statistics taken along ``dims`` carry a unit into values that are not its own: other units, or
+    constants.
+    """
+    last = label.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)) if dims else label.unsqueeze(-1)
+    return bool(((last >= 0).any(-1) & (last != last[..., :1]).any(-1)).any())
 
 
 def _note(

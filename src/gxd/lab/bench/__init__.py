@@ -14,6 +14,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from gxd.lab.arguments import parse
 from gxd.lab.bench import machine, suites, table, whole
 from gxd.lab.bench.measure import Row
 from gxd.lab.errors import UserError
@@ -64,7 +65,7 @@ class Options:
 
 def command(argv: list[str]) -> int:
     """Run ``gxd bench``."""
-    options = tyro.cli(Options, prog="gxd bench", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse(Options, argv, "gxd bench", config=(tyro.conf.FlagCreatePairsOff,))
     chosen = _check(options)
     console = Console(width=None if sys.stdout.isatty() else 160)
     before = torch.get_num_threads()
