@@ -274,7 +274,7 @@ class ContinualBackprop:
         self.last_resets = {}
         if any(due):
             self._reset(due)
-        if any(due) or self._statistics.device.type == "cpu":
+        if any(due) or self._statistics.alarm:
             self._warn_of_nonfinite()
         self._scorer.observer.active = self._is_scored()
 
@@ -369,6 +369,7 @@ class ContinualBackprop:
             )
 
     def _warn_of_nonfinite(self) -> None:
+        self._statistics.alarm = False
         count = self.nonfinite_observations
         if count > self._warned:
             self._warned = count

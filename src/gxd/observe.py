@@ -33,12 +33,16 @@ class Capture:
 
     def values(self) -> Tensor:
         """What the consumers read, detached."""
+        return self.checked().detach()
+
+    def checked(self) -> Tensor:
+        """What the consumers read."""
         if self.source._version != self.version:
             raise ObservationError(
                 "a tensor that holds hidden units was changed in place after a layer had read it, so their values are "
                 "lost: make that operation out of place, or leave the layer before it out of the plan (exclude=...)"
             )
-        return self.source.detach()
+        return self.source
 
     def loss_gradient(self) -> Tensor | None:
         """The gradient of the loss by the view, through the consumers the loss depends on; None before it arrives."""

@@ -148,6 +148,7 @@ class Program:
         if self.scored and self.cbp is not None:
             for name in KEPT:
                 setattr(self.cbp._statistics, name, next(results))
+            self.cbp._statistics.alarm = self.cbp._statistics.waits
         if self.recipe.update is None:
             self._step_by_itself(results)
         elif self.cbp is not None:

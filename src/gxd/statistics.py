@@ -41,8 +41,10 @@ class Statistics:
         self.utility = torch.zeros(sum(units), dtype=dtype, device=device)
         self.utility_weight = torch.zeros_like(self.utility)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self.one = torch.ones((), dtype=dtype, device=device)
         self.ahead: tuple[Tensor, Tensor] | None = None
         self.waits = device.type == "cpu"
+        self.alarm = False  # a non-finite observation was seen by the host, and not spoken of yet
         self.all_shown = False  # at once, at some step: so that the host need not ask
 
     @property
@@ -57,7 +59,7 @@ class Statistics:
         """Follow the model to another device."""
         self.ahead = None if self.ahead is None else (self.ahead[0].to(device), self.ahead[1].to(device))
         self.waits = device.type == "cpu"
-        for name in self.TENSORS:
+        for name in (*self.TENSORS, "one"):
             setattr(self, name, getattr(self, name).to(device))
 
     def ages(self) -> Tensor:
@@ -88,7 +90,7 @@ class Statistics:
         What is worked out here is kept for :meth:`update`.
         """
         gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(mean.dtype)
-        self.ahead = _averaged(self.mean, self.mean_weight, mean, gain)
+        self.ahead = self._averaged(self.mean, self.mean_weight, mean, gain)
         return self.ahead[0] / self.ahead[1] if seen is None else _corrected(*self.ahead)
 
     def update(self, score: Tensor, seen: Tensor | None) -> None:
@@ -98,7 +100,7 @@ class Statistics:
         """
         assert self.ahead is not None
         gain = (1 - self.decay) if seen is None else (1 - self.decay) * seen.to(score.dtype)
-        new: tuple[Tensor, ...] = (*self.ahead, *_averaged(self.utility, self.utility_weight, score, gain))
+        new: tuple[Tensor, ...] = (*self.ahead, *self._averaged(self.utility, self.utility_weight, score, gain))
         old = (self.mean, self.mean_weight, self.utility, self.utility_weight)
         # A sum is finite if and only if all of its terms are, but for an overflow.
         if not self.waits:
@@ -107,10 +109,16 @@ class Statistics:
             new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
         elif not math.isfinite(new[0].sum().item() + new[2].sum().item()):
             self.nonfinite += 1
+            self.alarm = True
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
         self.all_shown = self.all_shown or (seen is None and self.waits and new is not old)
         self.ahead = None
+
+    def _averaged(self, average: Tensor, weight: Tensor, value: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
+        """One step of an average and of its weight."""
+        one = self.one.expand_as(weight) if isinstance(gain, Tensor) else self.one
+        return torch.lerp(average, value, gain), torch.lerp(weight, one, gain)
 
     def forget(self, units: Tensor, views: Tensor) -> None:
         """Age, reference and utility of the units of these flat numbers start again at zero."""
@@ -132,15 +140,6 @@ class Statistics:
 
 def _corrected(average: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, average / weight, 0.0)
-
-
-def _averaged(average: Tensor, weight: Tensor, value: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
-    """One step of an average and of its weight."""
-    if isinstance(gain, Tensor):
-        return torch.lerp(average, value, gain), torch.lerp(weight, torch.ones_like(weight), gain)
-    return torch.lerp(average, value, gain), torch.lerp(
-        weight, torch.ones((), dtype=weight.dtype, device=weight.device), gain
-    )
 
 
 def _slices(sizes: list[int]) -> list[slice]:

@@ -75,6 +75,7 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
+        self.whole: tuple[Tensor, Tensor, int] | None = None  # mean of h, mean score, examples: of one complete pass
         self.mean: Tensor | None = None  # (views,) sum of h
         self.score: Tensor | None = None  # (units,) sum of the per-example scores
         self.mean_count = [0] * len(self.views)  # how many values, by view
@@ -82,7 +83,7 @@ class Tally:
 
     @property
     def empty(self) -> bool:
-        return self.score is None
+        return self.whole is None and self.score is None
 
     @torch.no_grad()
     def add(
@@ -91,6 +92,12 @@ class Tally:
         """Take in some passes, with the gradients by their views in one or more directions of the output; ``stacked``
         if the gradients have a first axis of directions.
         """
+        if len(passes) == 1 and self.empty and self.reduce is None and not stacked:
+            h = self._abreast(passes[0])
+            if h is not None:
+                self._add_whole(h, directions, examples)
+                return
+        self._settle()
         blocks = [block for number, one in enumerate(passes) for block in self._blocks(number, one, examples)]
         if not blocks:
             return
@@ -100,6 +107,27 @@ class Tally:
         except BaseException:  # a utility that fails leaves nothing behind
             (self.mean, self.mean_count), self.statistics.ahead = before, ahead
             raise
+
+    def _add_whole(self, h: Tensor, directions: Iterable[Gradients], examples: int | None) -> None:
+        """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
+        ahead = self.statistics.ahead
+        block = Block(0, self.all_groups, [self.all_views], [h.unsqueeze(1)])
+        try:
+            mean = h.mean(0)
+            references = self.statistics.references_with(mean, None)
+            found = [self._score(block, gradients.get(0, {}), references, examples) for gradients in directions]
+        except BaseException:  # as above
+            self.statistics.ahead = ahead
+            raise
+        self.whole = (mean, found[0] if len(found) == 1 else sum_of(found) / len(found), len(h))
+
+    def _settle(self) -> None:
+        """Another pass follows, or somebody asks: the complete one becomes sums and counts."""
+        if self.whole is not None:
+            mean, score, count = self.whole
+            self.whole = None
+            self.mean, self.mean_count = mean * count, [count] * len(self.views)
+            self.score, self.score_count = score * count, [count] * len(self.plan.groups)
 
     def _add(
         self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None, stacked: bool
@@ -123,19 +151,25 @@ class Tally:
 
     def means(self) -> tuple[Tensor, Tensor | None]:
         """``(views,)`` the means of h over all passes and processes, and which were seen (None: all)."""
+        if self.whole is not None:
+            return self.whole[0], None
         assert self.mean is not None
         return self._quotient(self.mean, self.mean_count, self.statistics.view_slices)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
         """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""
+        if self.whole is not None:
+            return self.whole[1], None
         assert self.score is not None
         return self._quotient(self.score, self.score_count, self.statistics.unit_slices)
 
     def to(self, device: torch.device) -> None:
+        self._settle()
         self.mean = None if self.mean is None else self.mean.to(device)
         self.score = None if self.score is None else self.score.to(device)
 
     def state_dict(self) -> dict[str, Any]:
+        self._settle()
         return {
             "mean": None if self.mean is None else self.mean.clone(),
             "score": None if self.score is None else self.score.clone(),
@@ -145,18 +179,24 @@ class Tally:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         like = self.statistics.mean
+        self.whole = None
         self.mean = None if state["mean"] is None else state["mean"].to(like, copy=True)
         self.score = None if state["score"] is None else state["score"].to(like, copy=True)
         self.mean_count, self.score_count = list(state["mean_count"]), list(state["score_count"])
 
     # --- values and scores --------------------------------------------------------------------------------------------
 
+    def _abreast(self, one: Pass) -> Tensor | None:
+        """``(examples, units)``, if a pass shows all units with one value per example; else None."""
+        if not self.flat or len(one) != len(self.all_views):
+            return None
+        sources = [one[n].checked() for n in self.all_views]
+        examples = len(sources[0])
+        if not examples or [tuple(source.shape) for source in sources] != [(examples, width) for width in self.widths]:
+            return None
+        return _side_by_side(sources).detach().to(self.statistics.dtype)
+
     def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
-        if self.flat and len(one) == len(self.all_views):
-            sources = [one[n].values() for n in self.all_views]
-            if [source.shape for source in sources] == [(len(sources[0]), width) for width in self.widths]:
-                h_all = _side_by_side(sources).to(self.statistics.dtype).unsqueeze(1)
-                return [Block(number, self.all_groups, [self.all_views], [h_all])] if len(h_all) else []
         blocks: list[Block] = []
         abreast: dict[tuple[int, torch.device], list[tuple[int, int, Tensor]]] = {}
         for group, numbers in enumerate(self.views_of):
@@ -203,12 +243,13 @@ class Tally:
         return score.to(self.statistics.utility)
 
     def _gradient(self, slot: list[int], h: Tensor, gradients: Mapping[int, Tensor], examples: int | None) -> Tensor:
-        parts = []
-        for n in slot:
-            if n in gradients:
-                parts.append(self._read(n, gradients[n], examples))
-            else:  # read by a branch that the output does not depend on
-                parts.append(h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1))
+        if slot is self.all_views and self.flat and len(gradients) == len(slot):
+            parts = [gradients[n] for n in slot]
+        else:
+            absent = [] if len(gradients) == len(slot) else [n for n in slot if n not in gradients]
+            # What no gradient reaches is read by a branch that the output does not depend on.
+            zeros = {n: h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1) for n in absent}
+            parts = [zeros[n] if n in zeros else self._read(n, gradients[n], examples) for n in slot]
         g = _side_by_side(parts).to(h.dtype)
         return g.unsqueeze(1) if g.dim() == 2 else g
 
