@@ -116,10 +116,7 @@ class Loop:
         return step
 
 
-UTILITIES = [name for name in gxd.utilities() if name != "random"]
-
-
-@pytest.mark.parametrize("utility", [*UTILITIES, None])
+@pytest.mark.parametrize("utility", [*gxd.utilities(), None])
 def test_every_utility_gives_the_numbers_of_the_eager_loop_through_resets(utility, traced_only):
     Loop(mlp(), batches(STEPS), utility=utility).compare()
 

@@ -7,6 +7,7 @@ comes out is a flat graph without hooks, modules and autograd, which the compile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ class Program:
         finally:
             if self.scorer is not None:
                 self.scorer.observer.close()
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), _kept(self.cbp):
             example = list(chain(*self._parts(states, inputs, target, torch.ones_like)))
             self.function = compile_graph(graph, example)
             self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
@@ -276,6 +277,17 @@ class Program:
                     gradient = gradients[n]
                     if gradient is not None:
                         update.apply(parts.tensors[n], gradient, state, lr, group)
+
+
+@contextmanager
+def _kept(cbp: ContinualBackprop | None) -> Iterator[None]:
+    """Leave the random numbers of utilities as they are."""
+    state = None if cbp is None else cbp._noise.get_state()
+    try:
+        yield
+    finally:
+        if cbp is not None and state is not None:
+            cbp._noise.set_state(state)
 
 
 def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
