@@ -1,26 +1,29 @@
 """``gxd demo``: plain backprop loses its plasticity, networks with resets keep it; about two minutes on two cores.
 
-The setting is one of stress, chosen so that the loss shows in 100 tasks: Permuted digits as in ``gxd run`` (two epochs
-per task), ReLU, learning rate 0.25, replacement rate 1e-3. Mean test accuracy over the first and the last 25 of 100
-tasks on seeds 0-4; no run of the 25 diverged, and on every seed backprop ends 7 points or more below all others:
+The setting is one of stress, chosen so that the loss shows within 80 tasks: Permuted digits with two epochs per task as
+in ``gxd run``, a network of 3 layers of 32 ReLU units, learning rate 0.2, replacement rate 1e-3. Mean test accuracy
+over the first and the last 20 tasks on seeds 0-4 (25 runs, none diverged):
 
     ==========================  =============  =================================
-    method                      mean           last 25 tasks, seeds 0 to 4
+    method                      mean           last 20 tasks, seeds 0 to 4
     ==========================  =============  =================================
-    backprop                    .757 -> .649   .729  .597  .684  .633  .603
-    contribution                .810 -> .817   .853  .837  .803  .829  .763
-    mc_adaptable_contribution   .800 -> .800   .816  .791  .804  .772  .816
-    gxd                         .793 -> .815   .800  .831  .787  .823  .836
-    gxd_sketch                  .812 -> .827   .832  .848  .832  .822  .802
+    backprop                    .831 -> .564   .635  .585  .236  .658  .706
+    contribution                .857 -> .839   .862  .827  .804  .830  .871
+    mc_adaptable_contribution   .868 -> .860   .842  .866  .841  .887  .862
+    gxd                         .859 -> .842   .836  .836  .852  .833  .854
+    gxd_sketch                  .857 -> .850   .872  .846  .824  .852  .858
     ==========================  =============  =================================
 
-The demo takes the first two of these seeds. It shows what resets do, not which utility is best: a dead ReLU unit scores
-zero with all of them. The assay and the long runs are for that.
+On every seed backprop ends 14 points or more below all others; these lie within the noise of one another. The demo
+takes the first two seeds. It shows what resets do, not which utility is best: a dead ReLU unit scores zero with all of
+them. The assay and the long runs are for that.
 
-Tried beside it with a stand-alone script, backprop over the first and the last 25 of 125 tasks on 4 seeds: ReLU at lr
-0.15 .865 -> .805, at 0.2 .836 -> .709 (gxd .838 -> .842), at 0.3 .601 -> .287 (one gxd run diverged); LeakyReLU at 0.2
-.832 -> .753, at 0.25 .794 -> .715 (one run diverged); SiLU at 0.2 .900 -> .861, at 0.25 .881 -> .779. One epoch per
-task is quicker, but starts lower (ReLU at 0.2: .68).
+Tried before: the default network (4 layers of 64) at lr 0.25 and 100 tasks, also on seeds 0-4, backprop .757 -> .649,
+the others .79-.81 -> .80-.83; this width and depth at lr 0.25, seeds 0 and 1, backprop .754 -> .566, the others
+.81-.85 -> .82-.84. With a stand-alone script, on 4 seeds, backprop over the first and the last 25 of 125 tasks of the
+default network: ReLU at lr 0.2 .836 -> .709, at 0.3 .601 -> .287 (one gxd run diverged); LeakyReLU at 0.2 .832 -> .753,
+at 0.25 .794 -> .715 (one run diverged); SiLU at 0.2 .900 -> .861, at 0.25 .881 -> .779. One epoch per task is quicker,
+but starts lower (ReLU at 0.2: .68).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ METHODS = ("backprop", "contribution", "mc_adaptable_contribution", "gxd", "gxd_
 ACTIVATION: Activation = "relu"
 NETWORK: dict[str, Any] = {"width": 32, "depth": 3}
 LR, RATE, TASKS, SEEDS = 0.2, 1e-3, 80, (0, 1)
-VISIBLE = 0.03  # of accuracy: less is not called a loss
+VISIBLE = 0.05  # of accuracy: less is not called a loss
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Options:
 
 def configs(quick: bool = False) -> list[Experiment]:
     """The runs of the demo: every method on the first seed, then on the next."""
-    size = {"tasks": 4, "epochs": 1} if quick else {"tasks": TASKS}
+    size: dict[str, Any] = {"tasks": 4, "epochs": 1} if quick else {"tasks": TASKS}
     return [
         PermutedDigits(method=method, activation=ACTIVATION, lr=LR, rate=RATE, seed=seed, **NETWORK, **size)
         for seed in (SEEDS[:1] if quick else SEEDS)
