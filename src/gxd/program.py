@@ -6,6 +6,7 @@ comes out is a flat graph without hooks, modules and autograd, which the compile
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -26,8 +29,6 @@ from gxd.statistics import Statistics
 from gxd.updates import Update
 
 KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")  # the statistics that a step brings up to date
-# Random numbers as in eager mode, so that dropout is the same in both.
-OPTIONS = {"fallback_random": True}
 
 
 class Parts(NamedTuple):
@@ -77,6 +78,7 @@ class Recipe:
         self.foreign = sum(n is None for numbers in trained for n in numbers)
         self.trained = [[n for n in numbers if n is not None] for numbers in trained]  # by parameter group
         self.rates = [torch.zeros((), dtype=torch.float64) for _ in self.groups]
+        self._numbers = [0.0 for _ in self.groups]  # what they hold, to compare without a tensor
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
@@ -107,11 +109,13 @@ class Recipe:
         )
 
     def learning_rates(self) -> list[Tensor]:
+        """One for each parameter group, as tensors, so that a schedule need not compile anew."""
         for number, group in enumerate(self.groups if self.update else []):
-            if isinstance(group["lr"], Tensor):
-                self.rates[number] = group["lr"]
-            elif self.rates[number] != group["lr"]:
-                self.rates[number] = torch.tensor(group["lr"], dtype=torch.float64)
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                self.rates[number], self._numbers[number] = lr, math.nan
+            elif self._numbers[number] != lr:
+                self.rates[number], self._numbers[number] = torch.tensor(lr, dtype=torch.float64), lr
         return self.rates
 
 
@@ -123,9 +127,10 @@ class Program:
         self.scored = self.cbp is not None and self.cbp._scorer.observer.active
         leaves, self.structure = tree_flatten((inputs, target))
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
-        self.logits: Tensor | None = None  # their shape, for which signs are drawn
+        self.logits: Tensor | None = None  # like them, for the signs that are drawn
         if self.scored and self.cbp is not None and self.cbp._utility.gradient == "sketch" and recipe.score is None:
-            _, self.logits = self._trace(lambda parts: logits_of(self._forward(parts)[1]), states, inputs, target)
+            _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1]), states, inputs, target)
+            self.logits = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
         # Made out here: what is done with real tensors while tracing becomes part of the graph.
         self.weights: dict[str, Tensor] = {}
         self.scorer = self._own_scorer() if self.scored else None
@@ -145,7 +150,10 @@ class Program:
         draw = torch.ones_like if self.cbp is None else self.cbp._signs
         results = iter(self.function(*chain(*self._parts(states, inputs, target, draw))))
         loss = next(results)
-        output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
+        if self.one_tensor:
+            output = next(results)
+        else:
+            output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
         if self.scored and self.cbp is not None:
             for name in KEPT:
                 setattr(self.cbp._statistics, name, next(results))
@@ -250,6 +258,7 @@ class Program:
         if not all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values):
             raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")
         self.output = [(isinstance(value, Tensor), None if isinstance(value, Tensor) else value) for value in values]
+        self.one_tensor = isinstance(output, Tensor)
         self.graded = [(n, g is not None) for n, g in gradients.items()]
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
         if scorer is not None:
@@ -294,7 +303,19 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
     """Compile a flat graph for arguments like these."""
     import torch._inductor  # takes a while
 
-    return torch._inductor.compile(graph, list(example), options=OPTIONS)
+    # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
+    # Random numbers as in eager mode, so that dropout is the same in both.
+    options = {"fallback_random": True}
+    if all(tensor.device.type == "cpu" for tensor in example) and not _has_generator(graph):
+        # The kernels are called from C++ too: a quarter of the time of a small network. Generators cannot be passed.
+        options["cpp_wrapper"] = True
+    return torch._inductor.compile(graph, fake, options=options)
+
+
+def _has_generator(graph: GraphModule) -> bool:
+    return any(node.kwargs.get("generator") is not None for node in graph.graph.nodes)
 
 
 def logits_of(output: Any) -> Any:
