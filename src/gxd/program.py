@@ -305,7 +305,7 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
 
     # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fake = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
+    fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
     # Random numbers as in eager mode, so that dropout is the same in both.
     options = {"fallback_random": True}
     if all(tensor.device.type == "cpu" for tensor in example) and not _has_generator(graph):
