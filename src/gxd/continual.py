@@ -266,7 +266,6 @@ class ContinualBackprop:
             self._scorer.finish()
         self._advance()
 
-    @torch.no_grad()
     def _advance(self) -> None:
         """The statistics are up to date: count the step, and reset what is due."""
         self._statistics.step += 1

@@ -26,6 +26,8 @@ MOST_PASSES = 256  # forward passes that are kept for an observe() that may neve
 class Capture:
     """One view in one forward pass: the tensor its consumers read, and an alias for each of them."""
 
+    __slots__ = ("aliases", "loss_gradients", "source", "version")
+
     def __init__(self, source: Tensor) -> None:
         self.source, self.version = source, source._version
         self.aliases: list[Tensor] = []
@@ -207,24 +209,22 @@ class Hook:
         return (type(self), ())
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
-            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
-        return self.run(module, call)
-
-    def run(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
         """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
         not when a backward pass recomputes a checkpointed segment.
         """
+        if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
+            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
+        observer = self.observer
         if (
-            self.observer is None
-            or not self.observer.active
+            observer is None
+            or not observer.active
             or module is not self.module
             or not module.training
             or not torch.is_grad_enabled()
             or torch._C._current_graph_task_id() != -1
         ):
             return None
-        return self.act(self.observer, *call)
+        return self.act(observer, *call)
 
     def act(self, observer: Observer, *call: Any) -> Any:
         raise NotImplementedError
@@ -232,7 +232,7 @@ class Hook:
 
 @torch.compiler.disable
 def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> Any:
-    return hook.run(module, call)
+    return hook(module, *call)
 
 
 class Begin(Hook):
@@ -266,7 +266,9 @@ class Tap(Hook):
     def act(self, observer: Observer, *call: Any) -> Any:
         args, kwargs = call
         if len(args) == 1 and not kwargs and self.ports == ("input",):  # as most layers are called
-            return (self.alias(observer, args[0]),), kwargs
+            source = args[0]
+            alias = self.alias(observer, source)
+            return None if alias is source else ((alias,), kwargs)
         return replace_arguments(self.ports, args, kwargs, lambda source: self.alias(observer, source))
 
     def alias(self, observer: Observer, source: Tensor) -> Tensor:

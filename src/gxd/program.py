@@ -307,15 +307,12 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
     # Random numbers as in eager mode, so that dropout is the same in both.
-    options = {"fallback_random": True}
-    if all(tensor.device.type == "cpu" for tensor in example) and not _has_generator(graph):
-        # The kernels are called from C++ too: a quarter of the time of a small network. Generators cannot be passed.
-        options["cpp_wrapper"] = True
+    options: dict[str, Any] = {"fallback_random": True}
+    if any(node.kwargs.get("generator") is not None for node in graph.graph.nodes):
+        options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
+    elif all(tensor.device.type == "cpu" for tensor in example):
+        options["cpp_wrapper"] = True  # the kernels are called from C++ too: a quarter of a small network's time
     return torch._inductor.compile(graph, fake, options=options)
-
-
-def _has_generator(graph: GraphModule) -> bool:
-    return any(node.kwargs.get("generator") is not None for node in graph.graph.nodes)
 
 
 def logits_of(output: Any) -> Any:

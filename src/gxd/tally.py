@@ -119,7 +119,7 @@ class Tally:
         except BaseException:  # as above
             self.statistics.ahead = ahead
             raise
-        self.whole = (mean, found[0] if len(found) == 1 else sum_of(found) / len(found), len(h))
+        self.whole = (mean, found[0] if len(found) == 1 else sum_of(found) / len(found), h.shape[0])
 
     def _settle(self) -> None:
         """Another pass follows, or somebody asks: the complete one becomes sums and counts."""
@@ -191,10 +191,11 @@ class Tally:
         if not self.flat or len(one) != len(self.all_views):
             return None
         sources = [one[n].checked() for n in self.all_views]
-        examples = len(sources[0])
-        if not examples or [tuple(source.shape) for source in sources] != [(examples, width) for width in self.widths]:
-            return None
-        return _side_by_side(sources).detach().to(self.statistics.dtype)
+        examples = sources[0].shape[0]
+        for source, width in zip(sources, self.widths, strict=True):
+            if source.shape != (examples, width):
+                return None
+        return _side_by_side(sources).detach().to(self.statistics.dtype) if examples else None
 
     def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
         blocks: list[Block] = []
