@@ -476,7 +476,7 @@ def test_the_demo_page_says_what_its_own_runs_did(tmp_path):
     runs.append(write_run(tmp_path, method="gxd_sketch", tasks=80, activation="silu", diverged_at=30))
     page = demo_page(runs, tmp_path / "demo")
     text = page.read_text()
-    assert "Backprop falls from 83 % to 38 %" in text and "GXD holds, from 90 % to 90 %" in text
+    assert "Backprop falls from 83 % to 38 %" in text and "GXD holds at 90 %" in text
     assert "GXD sketch (ours) (1 of 1 runs diverged)" in text
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG") and "<svg" in text
     assert "loses its plasticity" in text and not re.search(r'(src|href)="(https?:)?//', text)

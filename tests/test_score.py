@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gxd
+from gxd import layers
 
 PAPER = ["activation", "contribution", "mc_contribution", "mc_adaptable_contribution", "loss_gradient", "gxi", "gxd"]
 
@@ -112,3 +113,19 @@ def test_targets_may_be_dense_or_probabilities_and_ignored_ones_do_not_count():
     one_hot[:, :, 1:] = 0
     torch.testing.assert_close(utilities(ignored), utilities(one_hot))
     assert not torch.allclose(utilities(dense), utilities(ignored))
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(301, 907), nn.Conv2d(30, 1000, 3), nn.Conv2d(1000, 30, 3), nn.ConvTranspose1d(40, 900, 5)],
+    ids=lambda layer: type(layer).__name__ + str(tuple(layer.weight.shape)),
+)
+def test_the_absolute_weights_of_a_layer_too_large_for_the_cache_are_summed_as_those_of_any_other(layer, kind):
+    layout, weight = layers.layout_of(layer), layer.weight.detach()
+    assert weight.numel() > 2 * layers.CACHED
+    units = layout.axis(kind)
+    index = torch.randperm(weight.shape[units])[:50].unsqueeze(1)
+    one_by_one = torch.stack([weight.double().select(units, int(unit)).abs().sum() for unit in index])
+    found = layers.AbsoluteSums(layout, kind, index)(layer.weight)
+    torch.testing.assert_close(found, one_by_one.float(), rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ columns, and the distribution its weight has by default. To support a new layer 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +106,18 @@ _FAMILIES: dict[type[nn.Module], Callable[[nn.Module], Layout]] = {
 }
 
 
+CACHED = 2**16  # elements that a CPU keeps at hand between two operations
+
+
+def _in_cache(weight: Tensor) -> Sequence[Tensor]:
+    """A large weight on the CPU in parts along its first axis: the absolute values of all of it would be written to
+    memory, and read again. What is traced is left whole, for the compiler fuses the two.
+    """
+    if weight.device.type != "cpu" or weight.numel() < 2 * CACHED or type(weight) is not Tensor:
+        return (weight,)
+    return weight.split(max(1, CACHED * len(weight) // weight.numel()))
+
+
 class AbsoluteSums:
     """The sum of the absolute weights of each unit: of its ``rows`` (incoming) or ``columns`` (outgoing) of a weight.
 
@@ -122,7 +134,9 @@ class AbsoluteSums:
         """``(n,)``."""
         weight = weight.detach()
         if self.axis is not None:
-            sums = weight.abs().sum([d for d in range(weight.dim()) if d != self.axis])
+            others = [d for d in range(weight.dim()) if d != self.axis]
+            parts = [part.abs().sum(others) for part in _in_cache(weight)]
+            sums = parts[0] if len(parts) == 1 else torch.cat(parts) if self.axis == 0 else torch.stack(parts).sum(0)
         else:
             view = self.layout.canonical(weight)
             mine = 1 if self.kind == "rows" else 2

@@ -73,14 +73,14 @@ def resnet(scope: Scope) -> Iterator[list[Row]]:
     setting = Setting(title, models.small_resnet, shape, 2, momentum=0.9, device=scope.device)
     limits = {"gxd": 1.38, "gxd, every 10": 1.06, "gxd, residual": 1.38, "gxd, residual, every 10": 1.06}
     targets = {name: (Target(limit),) for name, limit in limits.items()}
-    yield timed("resnet", setting, _residual(setting), scope, steps=10, rounds=8, targets=targets)
+    yield timed("resnet", setting, _residual(setting), scope, steps=10, rounds=10, targets=targets)
 
 
 def resnet18(scope: Scope) -> Iterator[list[Row]]:
     """ResNet-18 on 32x32 images."""
     title, shape = "ResNet-18, batch 16", (16, 3, 32, 32)
     setting = Setting(title, models.resnet18, shape, 100, momentum=0.9, device=scope.device)
-    yield timed("resnet18", setting, _residual(setting), scope, steps=10, rounds=4)
+    yield timed("resnet18", setting, _residual(setting), scope, steps=10, rounds=3)
 
 
 def vit(scope: Scope) -> Iterator[list[Row]]:

@@ -131,9 +131,10 @@ def _seen(groups: dict[str, Group]) -> str:
     for name, group in groups.items():
         first, last = group.first(), group.last()
         if first.n and last.n:
-            change = last.value - first.value
-            verb = "falls" if change < -0.01 else "rises" if change > 0.01 else "holds,"
-            text = f"{paper.method_label(name)} {verb} from {first.value * 100:.0f} % to {last.value * 100:.0f} %"
+            before, after = round(100 * first.value), round(100 * last.value)
+            verb = "falls" if after < before else "rises"
+            way = f"holds at {after} %" if abs(after - before) <= 1 else f"{verb} from {before} % to {after} %"
+            text = f"{paper.method_label(name)} {way}"
         else:
             text = paper.method_label(name)
         if group.diverged:
