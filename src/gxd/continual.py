@@ -301,12 +301,13 @@ class ContinualBackprop:
         operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
         for optimizer in self._optimizers:
             clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
-        statistics.forget(
-            torch.cat([index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]),
-            torch.cat(
-                [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
-            ),
-        )
+        numbers = [index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]
+        if statistics.unit_slices == statistics.view_slices:  # one view each
+            views = numbers
+        else:
+            starts = [(statistics.view_slices[v].start, n) for n in selection for v in views_of[n]]
+            views = [selection[n][1] + start for start, n in starts]
+        statistics.forget(_joined(numbers), _joined(views))
         for group, index in chosen:
             self.last_resets[group.name] = index
             self.total_resets += len(index)
@@ -326,7 +327,7 @@ class ContinualBackprop:
         """Group name -> ``(views, size)``, of the groups of these numbers."""
         flat, slices = self._statistics.references(), self._statistics.view_slices
         return {
-            self.plan.groups[n].name: torch.stack([flat[slices[view]] for view in self._scorer.tally.views_of[n]])
+            self.plan.groups[n].name: _stacked([flat[slices[view]] for view in self._scorer.tally.views_of[n]])
             for n in numbers
         }
 
@@ -385,3 +386,11 @@ def _was_skipped(optimizer: Optimizer) -> bool:
     """A fused optimizer is called by the GradScaler even when it shall not step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, Tensor) and bool(found_inf.item())
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))

@@ -171,11 +171,14 @@ class NamedTensors(Mapping[str, Tensor]):
             names = [name for name, _ in named]
         self.model = model
         self.places: dict[str, tuple[nn.Module, str]] = {}
-        self.modules: dict[str, nn.Module] = {}
+        self.links: dict[str, tuple[nn.Module, str, nn.Module]] = {}  # path -> parent, name in it, module
         for name in names:
             path, _, attribute = name.rpartition(".")
-            self.modules[path] = model.get_submodule(path)
-            self.places[name] = (self.modules[path], attribute)
+            self.places[name] = (model.get_submodule(path), attribute)
+            while path and path not in self.links:
+                parent, _, child = path.rpartition(".")
+                self.links[path] = (model.get_submodule(parent), child, model.get_submodule(path))
+                path = parent
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self.places[name]
@@ -184,19 +187,13 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def replaced(self) -> list[str]:
         """The names of modules that are no longer where they were found: what is written to them has no effect."""
-        return [path for path, module in self.modules.items() if _at(self.model, path) is not module]
+        return [path for path, (parent, name, module) in self.links.items() if parent._modules.get(name) is not module]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
-
-
-def _at(module: nn.Module | None, path: str) -> nn.Module | None:
-    for name in path.split(".") if path else []:
-        module = module._modules.get(name) if module is not None else None
-    return module
 
 
 def state_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

@@ -138,9 +138,8 @@ def operate(
             for view, reference in zip(group.views, references[group.name], strict=True):
                 mean, k = reference.index_select(0, index.to(reference.device)), view.columns.shape[1]
                 mean = mean if k == 1 else mean.repeat_interleave(k)
-                columns = view.columns.index_select(0, index).flatten()
                 for consumer in view.consumers:
-                    compensate_consumer(tensors, consumer, columns, mean)
+                    compensate_consumer(tensors, consumer, view.columns_of(index), mean)
     for group, index in selection:
         for producer in group.producers:
             draw_incoming(tensors, producer, index, generator or torch.default_generator)
@@ -156,9 +155,8 @@ def operate(
                     tensors[name].view(-1)[entries.to(tensors[name].device)] = value
     for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
         for view in group.views:
-            columns = view.columns.index_select(0, index).flatten()
             for consumer in view.consumers:
-                _fill(consumer.layout, "columns", tensors[consumer.weight], columns)
+                _fill(consumer.layout, "columns", tensors[consumer.weight], view.columns_of(index))
 
 
 def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
@@ -187,7 +185,8 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
 
 def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
     """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
-    full, axis, rows = tensors[producer.weight], producer.layout.axis("rows"), producer.rows.index_select(0, index)
+    full, axis = tensors[producer.weight], producer.layout.axis("rows")
+    rows = index if producer.in_order else producer.rows.index_select(0, index)
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
@@ -195,14 +194,16 @@ def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tens
         fresh = source[where]
     else:
         shape = full.shape[1:] if axis == 0 else producer.layout.canonical(full).shape[2:]
-        fresh = producer.init.draw(torch.Size((len(index), *shape)), generator)
+        fresh = producer.init.draw(torch.Size((index.shape[0], *shape)), generator)
     if axis is not None:
-        full.index_copy_(axis, rows.to(full.device), fresh.to(full).transpose(0, axis))
+        fresh = fresh.to(full)
+        full.index_copy_(axis, rows.to(full.device), fresh.transpose(0, axis) if axis else fresh)
     else:
         weight, where = producer.layout.row(full, rows)
         weight[where] = fresh.to(weight)
     if producer.bias is not None:
-        tensors[producer.bias].index_fill_(0, producer.bias_rows.index_select(0, index).to(full.device), 0.0)
+        rows = index if producer.in_order else producer.bias_rows.index_select(0, index)
+        tensors[producer.bias].index_fill_(0, rows.to(full.device), 0.0)
 
 
 def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:
@@ -235,7 +236,7 @@ def clear_optimizer_state(
                 _clear(optimizer, tensors[producer.bias], 0, producer.bias_rows[index], step_policy)
         for view in group.views:
             for consumer in view.consumers:
-                columns = view.columns[index].flatten()
+                columns = view.columns_of(index)
                 _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "columns", columns, step_policy)
         for norm in group.norms:
             for name in filter(None, (norm.weight, norm.bias)):

@@ -8,6 +8,7 @@ import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,12 @@ class Producer:
     rows: Tensor
     bias_rows: Tensor
     init: Init
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether unit ``i`` is row ``i``, as in most layers."""
+        order = torch.arange(len(self.rows))
+        return torch.equal(self.rows, order) and torch.equal(self.bias_rows, order)
 
     def __str__(self) -> str:
         return self.module
@@ -95,6 +102,15 @@ class View:
     axis: int
     batch_axis: int = 0
     fold: str = "none"
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether unit ``i`` is column ``i``, as in most layers."""
+        return torch.equal(self.columns, torch.arange(len(self.columns)).unsqueeze(1))
+
+    def columns_of(self, index: Tensor) -> Tensor:
+        """The columns of some units, flat."""
+        return index if self.in_order else self.columns.index_select(0, index).flatten()
 
 
 @dataclass(frozen=True)

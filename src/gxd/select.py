@@ -47,13 +47,13 @@ def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` eligible units of lowest utility, ascending; ties go to the lower index.
 
     Args:
-        utility: ``(n,)`` bias-corrected utilities.
+        utility: ``(n,)`` bias-corrected utilities; NaN where nothing was observed, which comes last.
         eligible: ``(n,)`` whether each unit may be reset.
         count: how many; at most as many as are eligible.
     """
-    # An eligible unit of infinite utility must still come before the ones that may not be reset.
+    # The last of the eligible units must still come before the ones that may not be reset.
     largest = torch.finfo(utility.dtype).max
-    utility = torch.where(eligible, utility.clamp(max=largest), math.inf)
+    utility = torch.where(eligible, utility.nan_to_num(largest, largest), math.inf)
     if count == 1:
         return utility.argmin(0, keepdim=True)
     return utility.argsort(stable=True)[:count].sort().values

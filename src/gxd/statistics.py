@@ -75,9 +75,8 @@ class Statistics:
         return _corrected(self.utility, self.utility_weight)
 
     def candidates(self, maturity: int) -> tuple[Tensor, Tensor]:
-        """``(units,)`` the utilities, infinite where nothing was observed, and which units are old enough to go."""
-        utilities = torch.where(self.utility_weight > 0, self.utility / self.utility_weight, math.inf)
-        return utilities, self.birth < self.step - maturity
+        """``(units,)`` the utilities, NaN where nothing was observed, and which units are old enough to go."""
+        return self.utility / self.utility_weight, self.birth < self.step - maturity
 
     def shown(self, group: int) -> bool:
         """Whether any unit of a group has been observed."""
@@ -139,7 +138,7 @@ class Statistics:
 
 
 def _corrected(average: Tensor, weight: Tensor) -> Tensor:
-    return torch.where(weight > 0, average / weight, 0.0)
+    return (average / weight).nan_to_num_(0.0)  # 0 / 0 where nothing was observed
 
 
 def _slices(sizes: list[int]) -> list[slice]:
