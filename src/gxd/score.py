@@ -154,7 +154,7 @@ def contribution(o: Observation) -> Tensor:
 @register_utility("mc_contribution")
 def mc_contribution(o: Observation) -> Tensor:
     """Mean-corrected: E|h - r| times the sum of |w_out|."""
-    return _total([(v.h - v.r).abs().mean((0, 1)) * v.w_out for v in o.views])
+    return _total([(v.h - v.r).abs_().mean((0, 1)) * v.w_out for v in o.views])
 
 
 @register_utility("mc_adaptable_contribution")
@@ -172,12 +172,12 @@ def loss_gradient(o: Observation) -> Tensor:
 @register_utility("gxi", gradient="target")
 def gxi(o: Observation) -> Tensor:
     """Gradient times input: E|sum over positions of h dz_y/dh|, the cost of a reset to zero."""
-    return _total([_over_positions(v.h * v.g) for v in o.views]).abs().mean(0)
+    return _total([_over_positions(v.h * v.g) for v in o.views]).abs_().mean(0)
 
 
 def _gxd(o: Observation) -> Tensor:
     """E|sum over positions of (h - r) dz/dh|: the first-order cost of a reset, for the direction of logits in ``g``."""
-    return _total([_over_positions((v.h - v.r) * v.g) for v in o.views]).abs().mean(0)
+    return _total([_over_positions((v.h - v.r) * v.g) for v in o.views]).abs_().mean(0)
 
 
 register_utility("gxd", gradient="target")(_gxd)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import gxd
 from gxd.lab import models
 from gxd.lab.bench.measure import Make, Row, Target, compare, measure
-from gxd.lab.bench.variants import MATURITY, Setting, ccbp, compiled, eager
+from gxd.lab.bench.variants import MATURITY, Setting, bare, ccbp, compiled, eager
 from gxd.lab.bench.vit import ViT
 
 T = TypeVar("T")
@@ -60,9 +60,11 @@ def mlp(scope: Scope) -> Iterator[list[Row]]:
         variants[utility] = eager(setting, utility)
         variants[f"{utility}, every 10"] = eager(setting, utility, score_every=10)
         variants[f"{utility}, compiled"] = compiled(setting, utility)
+    for utility in ("gxd", "contribution"):
+        variants[f"{utility}, bare"] = bare(setting, utility)
     variants["ccbp-pytorch"] = ccbp(setting, replacement_rate=1e-4, reset_interval=1)
     if scope.quick and not scope.only:
-        wanted = {"backprop", "backprop, compiled", "ccbp-pytorch", *targets}
+        wanted = {"backprop", "backprop, compiled", "gxd, bare", "contribution, bare", "ccbp-pytorch", *targets}
         variants = {name: make for name, make in variants.items() if name in wanted}
     yield timed("mlp", setting, variants, scope, steps=20, rounds=60, targets=targets)
 

@@ -95,6 +95,45 @@ def compiled(setting: Setting, utility: str | None = None, **options: Any) -> Ma
     return make
 
 
+def bare(setting: Setting, utility: str) -> Make:
+    """The least that an eager step can do: ``gxd`` or ``contribution`` on an MLP by hand, without a check, a reset or a
+    choice. What the library costs beyond this is its own; the rest is torch's.
+    """
+
+    def make() -> Step:
+        model, optimizer, _ = setting.trainee(None)
+        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        seen: list[Tensor] = []
+        for layer in layers[1:]:
+            layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        units = sum(layer.in_features for layer in layers[1:])
+        one, zeros = torch.ones((), device=setting.device), torch.zeros(units, device=setting.device)
+        averages = [zeros, zeros, zeros, zeros]  # of h, of the score, and of 1 beside each
+        rows = torch.eye(setting.classes, device=setting.device)
+
+        def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = model(x)
+            value = F.cross_entropy(logits, y)
+            pulled = torch.autograd.grad(logits, seen, rows[y], retain_graph=True) if utility == "gxd" else ()
+            with torch.no_grad():
+                h = torch.cat(seen, -1)
+                mean, weight = torch.lerp(averages[0], h.mean(0), 0.01), torch.lerp(averages[1], one, 0.01)
+                if utility == "gxd":
+                    score = (h - mean / weight).mul_(torch.cat(pulled, -1)).abs_().mean(0)
+                else:
+                    score = h.abs().mean(0) * torch.cat([layer.weight.abs().sum(0) for layer in layers[1:]])
+                averages[:] = mean, weight, torch.lerp(averages[2], score, 0.01), torch.lerp(averages[3], one, 0.01)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.clear()
+            return value.detach(), logits.detach()
+
+        return setting.repeat(step)
+
+    return make
+
+
 def ccbp(setting: Setting, **options: Any) -> Make:
     """The optimizer wrapper of ccbp-pytorch."""
 
