@@ -51,6 +51,17 @@ def tiny(monkeypatch):
 # --- taking turns -----------------------------------------------------------------------------------------------------
 
 
+def test_of_steps_timed_one_by_one_the_best_of_each_place_in_the_block_counts():
+    clock, turn = Clock(), iter([9.0, 5.0, 1.0, 2.0, 7.0, 3.0])  # two rounds of three steps
+
+    def step():
+        clock.now += next(turn)
+
+    timing = measure({"a": lambda: step}, steps=3, rounds=2, warmup=0, clock=clock, one_by_one=True)["a"]
+    assert timing.rounds == [5.0, 4.0]
+    assert timing.best == (2.0 + 5.0 + 1.0) / 3
+
+
 def test_variants_take_turns_in_blocks_and_nobody_always_follows_the_same_neighbour():
     clock, calls = Clock(), []
     ways = {name: spender(clock, 1.0, calls, name) for name in "abc"}

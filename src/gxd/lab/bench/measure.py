@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -70,14 +71,23 @@ class Row:
 
 @dataclass
 class Timing:
-    """What was measured of one variant: seconds per step, one number per round."""
+    """What was measured of one variant.
+
+    Attributes:
+        rounds: seconds per step, one number per round.
+        single: for each round, the seconds of every step of its block, if they were timed one by one.
+    """
 
     rounds: list[float] = field(default_factory=list)
+    single: list[list[float]] = field(default_factory=list)
     ready: float | None = None
     note: str = ""
 
     @property
     def best(self) -> float | None:
+        """Seconds per step of the best block; or of a block made of the best first step, the best second one..."""
+        if self.single:
+            return statistics.fmean(map(min, zip(*self.single, strict=True)))
         return min(self.rounds, default=None)
 
 
@@ -89,10 +99,13 @@ def measure(
     warmup: int,
     device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
+    one_by_one: bool = False,
 ) -> dict[str, Timing]:
     """Time ``rounds`` blocks of ``steps`` steps of each variant, in turn.
 
-    A variant that cannot be made, or raises later, gets a note; the others go on.
+    A variant that cannot be made, or raises later, gets a note; the others go on. ``one_by_one`` is for steps so long
+    that a whole block is hardly ever left in peace: the steps of a block are timed one by one. What does not happen at
+    the same place of every block, as most resets, does not count then.
     """
     timings = {name: Timing() for name in variants}
     blocks: dict[str, Block] = {}
@@ -100,7 +113,8 @@ def measure(
         began = time.perf_counter()
         step = _guarded(timings[name], partial(_ready, make, warmup, timings[name]))
         if step is not None:
-            blocks[name] = partial(_block, step, steps, device, clock)
+            single = timings[name].single if one_by_one else None
+            blocks[name] = partial(_block, step, steps, device, clock, single)
             timings[name].ready = time.perf_counter() - began
     take_turns(blocks, rounds, timings)
     return timings
@@ -171,14 +185,24 @@ def _ready(make: Make, warmup: int, timing: Timing) -> Step:
     return step
 
 
-def _block(step: Step, steps: int, device: str, clock: Callable[[], float]) -> float:
-    step()  # brings the model back into the caches, as in training without turns
+def _block(
+    step: Step, steps: int, device: str, clock: Callable[[], float], single: list[list[float]] | None = None
+) -> float:
+    if single is None:
+        step()  # brings the model back into the caches, as in training without turns
     synchronize(device)
-    began = clock()
+    ends = [clock()]
     for _ in range(steps):
         step()
+        if single is not None:
+            synchronize(device)
+            ends.append(clock())
     synchronize(device)
-    return (clock() - began) / steps
+    if single is None:
+        ends.append(clock())
+    else:
+        single.append([after - before for before, after in pairwise(ends)])
+    return (ends[-1] - ends[0]) / steps
 
 
 def synchronize(device: str) -> None:

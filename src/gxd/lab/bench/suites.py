@@ -75,20 +75,20 @@ def resnet(scope: Scope) -> Iterator[list[Row]]:
     setting = Setting(title, models.small_resnet, shape, 2, momentum=0.9, device=scope.device)
     limits = {"gxd": 1.38, "gxd, every 10": 1.06, "gxd, residual": 1.38, "gxd, residual, every 10": 1.06}
     targets = {name: (Target(limit),) for name, limit in limits.items()}
-    yield timed("resnet", setting, _residual(setting), scope, steps=10, rounds=10, targets=targets)
+    yield timed("resnet", setting, _residual(setting), scope, steps=10, rounds=10, targets=targets, one_by_one=True)
 
 
 def resnet18(scope: Scope) -> Iterator[list[Row]]:
     """ResNet-18 on 32x32 images."""
     title, shape = "ResNet-18, batch 16", (16, 3, 32, 32)
     setting = Setting(title, models.resnet18, shape, 100, momentum=0.9, device=scope.device)
-    yield timed("resnet18", setting, _residual(setting), scope, steps=10, rounds=3)
+    yield timed("resnet18", setting, _residual(setting), scope, steps=10, rounds=3, one_by_one=True)
 
 
 def vit(scope: Scope) -> Iterator[list[Row]]:
     """A small vision transformer: the units of its MLPs and the value dimensions of its attention."""
     setting = Setting("ViT, width 128, depth 4, batch 16", ViT, (16, 3, 32, 32), 100, device=scope.device)
-    yield timed("vit", setting, _residual(setting), scope, steps=10, rounds=8)
+    yield timed("vit", setting, _residual(setting), scope, steps=10, rounds=8, one_by_one=True)
 
 
 def scaling(scope: Scope) -> Iterator[list[Row]]:
@@ -137,6 +137,7 @@ def timed(
     steps: int,
     rounds: int,
     targets: Mapping[str, Sequence[Target]] | None = None,
+    one_by_one: bool = False,
 ) -> list[Row]:
     """Time the variants. ``steps`` is a multiple of 10, so that every block holds its share of scored steps."""
     timings = measure(
@@ -146,6 +147,7 @@ def timed(
         warmup=MATURITY + 2,
         device=scope.device,
         clock=scope.clock,
+        one_by_one=one_by_one,
     )
     return compare(suite, setting.title, timings, targets)
 

@@ -106,7 +106,7 @@ def assay(scope: Scope) -> Iterator[list[Row]]:
     """Clamps per second of the reset-cost assay, beside plain forward passes on the same probe data."""
     yield _assay(scope, mlp_setting(scope, batch=512 if scope.quick else 2048), None)
     resnet = Setting("ResNet-18, batch 64", models.resnet18, (64, 3, 32, 32), 100, device=scope.device)
-    yield _assay(scope, resnet, 2)
+    yield _assay(scope, resnet, 8)
 
 
 def _assay(scope: Scope, setting: Setting, units_per_group: int | None) -> list[Row]:
