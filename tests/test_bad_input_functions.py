@@ -29,13 +29,6 @@ from tests.rig import (
     snapshot,
 )
 
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
-    monkeypatch.setattr(gxd.score, "_REGISTRY", dict(gxd.score._REGISTRY))
-
-
 # --- reset_units() ----------------------------------------------------------------------------------------------------
 
 
@@ -192,20 +185,20 @@ def test_forgetting_no_slice_forgets_nothing(policy):
 
 
 @pytest.mark.parametrize("gradient", ["logit", "", "Target", 1, True, ["loss"]], ids=repr)
-def test_a_utility_with_an_unknown_gradient_is_not_registered(gradient, own_registry):
+def test_a_utility_with_an_unknown_gradient_is_not_registered(gradient):
     words = (f"gradient={gradient!r}", "'target'", "'sketch'", "'all'", "'loss'", "None")
     refused(lambda: gxd.register_utility("mine", gradient=gradient), ValueError, words)
     assert "mine" not in gxd.utilities()
 
 
-def test_a_decorator_without_a_name_is_refused(own_registry):
+def test_a_decorator_without_a_name_is_refused():
     def mine(o):
         return o.views[0].h.mean((0, 1))
 
     refused(lambda: gxd.register_utility(mine), TypeError, ("name", "function|string|str"))
 
 
-def test_a_utility_that_is_not_a_function_is_refused(own_registry):
+def test_a_utility_that_is_not_a_function_is_refused():
     refused(lambda: gxd.register_utility("mine")(3), TypeError, ("'mine'", "callable|function", "int"))
     assert "mine" not in gxd.utilities()
 
@@ -223,9 +216,7 @@ WRONG_RESULTS = [
 
 @pytest.mark.parametrize("gradient", [None, "target"])
 @pytest.mark.parametrize(("function", "words"), named(WRONG_RESULTS))
-def test_a_utility_that_returns_something_else_is_refused_with_what_it_returned(
-    function, words, gradient, own_registry
-):
+def test_a_utility_that_returns_something_else_is_refused_with_what_it_returned(function, words, gradient):
     gxd.register_utility("mine", gradient=gradient)(function)
     rig = attach("mine", replacement_rate=1.0, maturity=0)
     refused(rig.train, (ValueError, TypeError), words)
@@ -233,7 +224,7 @@ def test_a_utility_that_returns_something_else_is_refused_with_what_it_returned(
 
 
 @pytest.mark.parametrize("gradient", [None, "target", "loss"])
-def test_an_exception_inside_a_utility_reaches_the_user_and_training_can_go_on(gradient, own_registry):
+def test_an_exception_inside_a_utility_reaches_the_user_and_training_can_go_on(gradient):
     fails = [True]
 
     @gxd.register_utility("mine", gradient=gradient)
@@ -254,7 +245,7 @@ def test_an_exception_inside_a_utility_reaches_the_user_and_training_can_go_on(g
     assert same(rig.cbp.references(), clean.cbp.references())
 
 
-def test_a_micro_batch_whose_utility_failed_leaves_nothing_in_the_references(own_registry):
+def test_a_micro_batch_whose_utility_failed_leaves_nothing_in_the_references():
     fails = [False]
 
     @gxd.register_utility("mine", gradient="target")
@@ -274,13 +265,13 @@ def test_a_micro_batch_whose_utility_failed_leaves_nothing_in_the_references(own
     assert same(rig.cbp.references(), clean.cbp.references())
 
 
-def test_a_utility_that_reads_a_gradient_it_did_not_ask_for_is_told_how_to_ask(own_registry):
+def test_a_utility_that_reads_a_gradient_it_did_not_ask_for_is_told_how_to_ask():
     gxd.register_utility("mine")(lambda o: o.views[0].g.mean((0, 1)))
     refused(attach("mine").train, gxd.ObservationError, ("gradient", "register", "'target'", "'loss'"))
 
 
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
-def test_a_utility_that_returns_no_number_is_left_out_with_a_warning(value, own_registry):
+def test_a_utility_that_returns_no_number_is_left_out_with_a_warning(value):
     gxd.register_utility("mine")(lambda o: o.views[0].h.mean((0, 1)) * value)
     rig = attach("mine")
     with pytest.warns(gxd.NonFiniteWarning, match="non-finite"):
@@ -293,7 +284,7 @@ def test_a_utility_that_returns_no_number_is_left_out_with_a_warning(value, own_
     "dtype", [torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 )
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.float64])
-def test_a_utility_may_return_numbers_of_any_precision(dtype, model_dtype, own_registry):
+def test_a_utility_may_return_numbers_of_any_precision(dtype, model_dtype):
     gxd.register_utility("mine")(lambda o: (o.views[0].h > 0).any(0).any(0).to(dtype))
     rig = attach("mine", model=mlp().to(model_dtype))
     rig.train(X.to(model_dtype))

@@ -23,6 +23,7 @@ from gxd.score import Utility, get_utility
 from gxd.scorer import Scorer
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
+from gxd.tally import side_by_side
 
 
 class ContinualBackprop:
@@ -301,13 +302,12 @@ class ContinualBackprop:
         operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
         for optimizer in self._optimizers:
             clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
-        numbers = [index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]
-        if statistics.unit_slices == statistics.view_slices:  # one view each
-            views = numbers
-        else:
-            starts = [(statistics.view_slices[v].start, n) for n in selection for v in views_of[n]]
-            views = [selection[n][1] + start for start, n in starts]
-        statistics.forget(_joined(numbers), _joined(views))
+        statistics.forget(
+            side_by_side([index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]),
+            side_by_side(
+                [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
+            ),
+        )
         for group, index in chosen:
             self.last_resets[group.name] = index
             self.total_resets += len(index)
@@ -327,7 +327,7 @@ class ContinualBackprop:
         """Group name -> ``(views, size)``, of the groups of these numbers."""
         flat, slices = self._statistics.references(), self._statistics.view_slices
         return {
-            self.plan.groups[n].name: _stacked([flat[slices[view]] for view in self._scorer.tally.views_of[n]])
+            self.plan.groups[n].name: torch.stack([flat[slices[view]] for view in self._scorer.tally.views_of[n]])
             for n in numbers
         }
 
@@ -386,11 +386,3 @@ def _was_skipped(optimizer: Optimizer) -> bool:
     """A fused optimizer is called by the GradScaler even when it shall not step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, Tensor) and bool(found_inf.item())
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))

@@ -186,7 +186,7 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
 def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
     """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
     full, axis = tensors[producer.weight], producer.layout.axis("rows")
-    rows = index if producer.in_order else producer.rows.index_select(0, index)
+    rows, bias_rows = producer.rows_of(index)
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
@@ -202,8 +202,7 @@ def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tens
         weight, where = producer.layout.row(full, rows)
         weight[where] = fresh.to(weight)
     if producer.bias is not None:
-        rows = index if producer.in_order else producer.bias_rows.index_select(0, index)
-        tensors[producer.bias].index_fill_(0, rows.to(full.device), 0.0)
+        tensors[producer.bias].index_fill_(0, bias_rows.to(full.device), 0.0)
 
 
 def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:
@@ -229,11 +228,10 @@ def clear_optimizer_state(
         return
     for group, index in selection:
         for producer in group.producers:
-            _clear_weight(
-                optimizer, tensors[producer.weight], producer.layout, "rows", producer.rows[index], step_policy
-            )
+            rows, bias_rows = producer.rows_of(index)
+            _clear_weight(optimizer, tensors[producer.weight], producer.layout, "rows", rows, step_policy)
             if producer.bias is not None:
-                _clear(optimizer, tensors[producer.bias], 0, producer.bias_rows[index], step_policy)
+                _clear(optimizer, tensors[producer.bias], 0, bias_rows, step_policy)
         for view in group.views:
             for consumer in view.consumers:
                 columns = view.columns_of(index)

@@ -45,6 +45,10 @@ class Producer:
         order = torch.arange(len(self.rows))
         return torch.equal(self.rows, order) and torch.equal(self.bias_rows, order)
 
+    def rows_of(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of some units in the weight, and in the bias."""
+        return (index, index) if self.in_order else (self.rows[index], self.bias_rows[index])
+
     def __str__(self) -> str:
         return self.module
 

@@ -195,7 +195,7 @@ class Tally:
         for source, width in zip(sources, self.widths, strict=True):
             if source.shape != (examples, width):
                 return None
-        return _side_by_side(sources).detach().to(self.statistics.dtype) if examples else None
+        return side_by_side(sources).detach().to(self.statistics.dtype) if examples else None
 
     def _blocks(self, number: int, one: Pass, examples: int | None) -> list[Block]:
         blocks: list[Block] = []
@@ -215,7 +215,7 @@ class Tally:
                     Block(number, [group], [[n] for n in views], [h[n].to(self.statistics.dtype) for n in views])
                 )
         for members in abreast.values():
-            h_all = _side_by_side([values for _, _, values in members]).to(self.statistics.dtype).unsqueeze(1)
+            h_all = side_by_side([values for _, _, values in members]).to(self.statistics.dtype).unsqueeze(1)
             blocks.append(Block(number, [g for g, _, _ in members], [[n for _, n, _ in members]], [h_all]))
         return blocks
 
@@ -251,14 +251,14 @@ class Tally:
             # What no gradient reaches is read by a branch that the output does not depend on.
             zeros = {n: h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1) for n in absent}
             parts = [zeros[n] if n in zeros else self._read(n, gradients[n], examples) for n in slot]
-        g = _side_by_side(parts).to(h.dtype)
+        g = side_by_side(parts).to(h.dtype)
         return g.unsqueeze(1) if g.dim() == 2 else g
 
     def _w_out(self, slot: list[int]) -> Tensor:
-        return _side_by_side([self._sums(self.outgoing[n]) for n in slot])
+        return side_by_side([self._sums(self.outgoing[n]) for n in slot])
 
     def _w_in(self, groups: list[int]) -> Tensor:
-        return _side_by_side([self._sums(self.incoming[g]) for g in groups])
+        return side_by_side([self._sums(self.incoming[g]) for g in groups])
 
     def _sums(self, parts: Sequence[tuple[str, AbsoluteSums]]) -> Tensor:
         return sum_of([sums(self.tensors[name]) for name, sums in parts])
@@ -291,7 +291,7 @@ class Tally:
 
     def _pick(self, flat: Tensor, numbers: list[int], slices: Sequence[slice]) -> Tensor:
         """The inverse of :meth:`_spread`."""
-        return flat if len(numbers) == len(slices) else _side_by_side([flat[slices[n]] for n in numbers])
+        return flat if len(numbers) == len(slices) else side_by_side([flat[slices[n]] for n in numbers])
 
     def _quotient(self, total: Tensor, count: list[int], slices: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
         if self.reduce is None and min(count) == max(count):
@@ -312,5 +312,6 @@ def view_numbers(plan: UnitPlan) -> list[list[int]]:
     return numbers
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Along the last axis; one part is itself."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
