@@ -282,7 +282,8 @@ class Killer(Board):
 
 
 def test_a_killed_worker_costs_only_its_own_run_and_only_if_killed_again_and_again(tmp_path: Path) -> None:
-    jobs = [Job(f"seed {seed}", PermutedDigits(seed=seed, **SMALL)) for seed in range(2)]
+    longer = SMALL | {"tasks": 30}  # so that none is over before it can be killed
+    jobs = [Job(f"seed {seed}", PermutedDigits(seed=seed, **longer)) for seed in range(2)]
     killer = Killer({"seed 0": 9, "seed 1": 1})
     outcomes = workers.run_all(jobs, tmp_path / "killed", killer, processes=1, retries=1)
     assert [o.status for o in outcomes] == ["failed", "done"]
@@ -372,7 +373,7 @@ def started(file: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
+def wait_for(condition: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -392,16 +393,16 @@ def test_ctrl_c_stops_all_processes_and_a_second_start_goes_on(tmp_path: Path) -
     with started(file, out) as process:
         assert len(alive(process.pid)) >= 3  # the command and two workers
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=20)[1]
+        said = process.communicate(timeout=60)[1]
         assert process.returncode == 130
         assert said.splitlines()[-1].startswith("gxd: interrupted;")
         assert "Traceback" not in said
-        wait_for(lambda: not alive(process.pid), 5)
+        wait_for(lambda: not alive(process.pid), 30)
 
     # A parent that is killed cannot stop anybody; its workers notice.
     with started(file, out) as process:
         process.kill()
-        wait_for(lambda: not alive(process.pid), 20)
+        wait_for(lambda: not alive(process.pid), 60)
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
