@@ -449,6 +449,7 @@ def test_a_ray_cluster_runs_a_sweep_and_retries_what_was_killed(
 ) -> None:
     pytest.importorskip("ray")
     monkeypatch.setattr(cluster, "LOOK", 0.1)
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's 15 would wait for all that the machine does besides
     configs = [PermutedDigits(seed=seed, **{**SMALL, "tasks": 3 if seed else 40}) for seed in range(4)]
     jobs = [Job(f"seed {c.seed}", c) for c in configs]
     killer = RayKiller()
