@@ -340,8 +340,52 @@ def test_a_layer_whose_weight_is_computed_is_refused_by_hand():
     refused(call, gxd.PlanError, ("'fc1'", "weight", "param"))
 
 
-def test_a_tied_weight_is_named_by_hand_under_either_name():
-    model = nn.Sequential(OrderedDict(fc1=nn.Linear(4, 4), fc2=nn.Linear(4, 4), fc3=nn.Linear(4, 4)))
-    model.fc3.weight = model.fc2.weight
-    plan = gxd.find_units(model, groups=[gxd.hand_group("fc1", "fc3")])
-    assert plan.shapes["fc3.weight"] == (4, 4)
+def one_parameter(one, other):
+    other.weight = one.weight
+
+
+def one_memory(one, other):
+    """As tied autoencoders are often written."""
+    other.weight.data = one.weight.data.t()
+
+
+@pytest.mark.parametrize("tie", [one_parameter, one_memory])
+def test_tied_weights_are_refused_traced_and_by_hand(tie):
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(4, 4), relu=nn.ReLU(), fc2=nn.Linear(4, 4), fc3=nn.Linear(4, 4)))
+    tie(model.fc2, model.fc3)
+    plan = gxd.find_units(model, torch.zeros(2, 4))
+    assert not plan.groups
+    assert "tied weights: 'fc2.weight' and 'fc3.weight'" in str(plan)
+    for names in (("fc1", "fc3"), ("fc2", "fc1")):
+        call = lambda names=names: gxd.find_units(model, groups=[gxd.hand_group(*names)])
+        refused(call, gxd.PlanError, ("tied weights", "'fc2.weight' and 'fc3.weight'"))
+
+
+def test_parameters_that_lie_side_by_side_in_one_buffer_are_not_tied():
+    model = mlp()
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.data = part.view_as(p)
+    assert [group.name for group in gxd.find_units(model, torch.zeros(2, 4)).groups] == ["fc1", "fc2"]
+
+
+def test_a_frozen_bias_is_not_written_by_a_hand_written_group():
+    model = mlp()
+    model.fc1.bias.requires_grad_(False)
+    model.fc2.bias.requires_grad_(False)
+    plan = gxd.find_units(model, groups=[gxd.hand_group("fc1", "fc2")])
+    assert not {"fc1.bias", "fc2.bias"} & plan.shapes.keys()
+    assert "its bias is frozen" in str(plan)
+
+
+def test_the_reason_why_a_layer_has_no_group_is_part_of_the_error():
+    plan = gxd.find_units(mlp(), torch.zeros(2, 4))
+    with pytest.raises(KeyError, match="no group 'head' in the plan; it is not reset: output layer"):
+        plan["head"]
+
+
+def test_an_init_function_that_fails_is_refused_before_anything_is_reset():
+    x = torch.zeros(2, 4)
+    refused(lambda: gxd.find_units(mlp(), x, init={"fc1": lambda w: w.zero_()}), TypeError, ("'fc1'", "generator"))
+    refused(lambda: gxd.find_units(mlp(), x, init=nn.init.kaiming_normal_), TypeError, ("init=", "dict"))

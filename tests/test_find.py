@@ -62,3 +62,25 @@ def test_the_check_on_the_model_itself_confirms_the_plan(case: Case, residual: s
     for name, status in statuses.items():
         allowed = {"passed"} if name in groups and groups[name].exact else {"passed", "approximate"}
         assert status in allowed, f"{name}: {report[name]}"
+
+
+class Remembers(nn.Module):
+    """Keeps what it has computed, as many models do for a look at it later."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.calls, self.kept = nn.Linear(4, 8), nn.Linear(8, 2), 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept = self.a(x).relu()
+        self.new = self.kept
+        return self.b(self.kept)
+
+
+def test_what_a_forward_pass_keeps_is_not_kept_of_the_trace():
+    model = Remembers().eval()
+    before = dict(vars(model))
+    assert gxd.find_units(model, torch.zeros(2, 4)).size == 8
+    assert vars(model) == before
+    assert not any(module.training for module in model.modules())

@@ -75,6 +75,35 @@ def test_the_step_of_adam_is_kept_or_reset_by_policy(policy, expected):
     assert opt.state[model.decoder.weight]["step"].item() == 3.0
 
 
+def trained_by(kind, **options):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 3))
+    optimizer = kind([weight], **options)
+    for _ in range(3):
+        weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight, optimizer
+
+
+def test_what_does_not_begin_with_zero_is_reset_to_what_it_begins_with():
+    weight, rprop = trained_by(torch.optim.Rprop, lr=0.02)
+    gxd.reset_optimizer_state(rprop, weight, [1], 0)
+    assert rprop.state[weight]["step_size"][1].tolist() == pytest.approx([0.02] * 3)
+    assert bool((rprop.state[weight]["step_size"][0] != 0.02).all())
+    weight, nadam = trained_by(torch.optim.NAdam)
+    gxd.reset_optimizer_state(nadam, weight, [1], 0, step_policy="reset")
+    assert nadam.state[weight]["mu_product"].item() == 1.0
+
+
+def test_an_average_of_weights_is_left_alone_and_said_so():
+    weight, asgd = trained_by(torch.optim.ASGD)
+    before = asgd.state[weight]["ax"].clone()
+    with pytest.warns(gxd.ResetWarning, match="'ax'.*average of weights.*ASGD"):
+        gxd.reset_optimizer_state(asgd, weight, [1], 0)
+    assert torch.equal(asgd.state[weight]["ax"], before)
+
+
 def test_an_optimizer_without_state_yet_is_fine():
     model = SparseAutoencoder()
     opt = torch.optim.Adam(model.parameters())

@@ -17,7 +17,7 @@ from gxd.find import find_units
 from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
 from gxd.operate import clear_optimizer_state, operate
-from gxd.plan import Group, UnitPlan
+from gxd.plan import Group, UnitPlan, tensor_names
 from gxd.processes import Processes
 from gxd.score import Utility, get_utility
 from gxd.scorer import Scorer
@@ -118,7 +118,7 @@ class ContinualBackprop:
         self.positions = positions
         self._warned = 0
         self._scale: float | None = None  # of the loss, when this step's first pass began
-        self._unseen: set[str] = set()
+        self._left_alone: set[str] = set()  # groups that a warning has named
         self.last_resets: dict[str, Tensor] = {}
         self.total_resets = 0
         self._scorer = Scorer(
@@ -143,7 +143,12 @@ class ContinualBackprop:
     # --- what the user calls ------------------------------------------------------------------------------------------
 
     def observe(
-        self, logits: Tensor | None = None, target: Tensor | None = None, *, score: Tensor | None = None
+        self,
+        logits: Tensor | None = None,
+        target: Tensor | None = None,
+        *,
+        score: Tensor | None = None,
+        class_dim: int | None = None,
     ) -> None:
         """Measure the effect of every unit on the output of the forward pass that gave ``logits``.
 
@@ -157,12 +162,13 @@ class ContinualBackprop:
             score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
                 change counts (for regression or RL the prediction, the value, the log-probability). Its sum is
                 differentiated.
+            class_dim: the axis of the classes, 1 or -1, where the shapes leave it open.
         """
         if not self._hooks:
             raise ObservationError("observe() after close(): this ContinualBackprop is detached; make a new one")
         if not self._utility.needs_observe or not self._scorer.observer.active:
             return
-        self._scorer.observe(direction_of(self._utility.gradient, logits, target, score, self._signs))
+        self._scorer.observe(direction_of(self._utility.gradient, logits, target, score, self._signs, class_dim))
 
     def utilities(self) -> dict[str, Tensor]:
         """Group name -> ``(size,)`` bias-corrected running utility."""
@@ -283,15 +289,16 @@ class ContinualBackprop:
         replaced = self._tensors.replaced()
         if replaced:
             raise PlanError(
-                f"{', '.join(map(repr, replaced))} was replaced after this ContinualBackprop was made: a reset would "
-                "write to the old module, so nothing was reset. close() this one, and make another with a new plan"
+                f"{', '.join(map(repr, replaced))} was replaced (or pruned, or parametrized) after this "
+                "ContinualBackprop was made: a reset would write to what is no longer used, so nothing was reset. "
+                "close() this one, and make another with a new plan"
             )
         statistics, views_of = self._statistics, self._scorer.tally.views_of
         utilities, eligible = statistics.candidates(self.maturity)
         selection: dict[int, tuple[Group, Tensor]] = {}
         for number, count in enumerate(due):
-            if count and not statistics.shown(number):
-                self._warn_of_unseen(self.plan.groups[number])
+            if count and not self._may_be_reset(number):
+                self._schedules[number].cancel(count)
             elif count:
                 units = statistics.unit_slices[number]
                 index = self._processes.agree(lowest(utilities[units], eligible[units], count))
@@ -358,15 +365,27 @@ class ContinualBackprop:
             self._scorer.observer.passes = []
         self._scale = scale
 
-    def _warn_of_unseen(self, group: Group) -> None:
-        if group.name not in self._unseen:
-            self._unseen.add(group.name)
+    def _may_be_reset(self, number: int) -> bool:
+        """A group is left alone, with a warning, on steps that do not show it, and while it is frozen."""
+        group, why = self.plan.groups[number], None
+        if not self._statistics.shown(number):
+            why = (
+                "no forward pass of this step has shown its units (a branch that does not run, another task's head, "
+                "layers in evaluation mode, or a region checkpointed with use_reentrant=True)"
+            )
+        else:
+            frozen = [name for name in tensor_names([group]) if self._tensors.is_frozen(name)]
+            if frozen:
+                why = f"{', '.join(frozen)} was frozen (requires_grad=False)"
+        if why is not None and group.name not in self._left_alone:
+            self._left_alone.add(group.name)
             warnings.warn(
-                f"no forward pass has shown the units of {group.name!r} so far (a branch that never runs, or a region "
-                "checkpointed with use_reentrant=True): they are not reset. Leave the group out with exclude=...",
+                f"the group {group.name!r} was due for a reset, but {why}: it is not reset as long as this is so. "
+                "Leave the group out with exclude=... if that is meant",
                 ObservationWarning,
                 stacklevel=2,
             )
+        return why is None
 
     def _warn_of_nonfinite(self) -> None:
         self._statistics.alarm = False

@@ -44,13 +44,14 @@ def direction_of(
     target: Tensor | None,
     score: Tensor | None,
     signs: Callable[[Tensor], Tensor],
+    class_dim: int | None = None,
     traced: bool = False,
 ) -> Direction:
     """The direction a utility asks for, from what the user gave.
 
     Args:
         gradient: the utility's.
-        logits, target, score: as for :meth:`gxd.ContinualBackprop.observe`.
+        logits, target, score, class_dim: as for :meth:`gxd.ContinualBackprop.observe`.
         signs: draws the random signs for logits, see :func:`random_signs`.
         traced: the values are not to be looked at.
     """
@@ -71,16 +72,11 @@ def direction_of(
         mixture = signs(logits)
         return Direction(logits, lambda: iter([mixture]), logits.shape[0])
     if gradient == "all":
-        if target is None and logits.dim() > 2:
-            raise ValueError(
-                f"observe(): logits of shape {tuple(logits.shape)} may have their classes on the second or on the last "
-                "axis: give the target, whose shape tells"
-            )
-        dim = 1 if target is None else _class_dim(logits, _checked_target(target))
+        dim = class_axis(logits, None if target is None else _checked_target(target), class_dim)
         return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0], several=logits.shape[dim] > 1)
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
-    one_hot = _one_hot(logits, target, traced)
+    one_hot = _one_hot(logits, target, class_dim, traced)
     return Direction(logits, lambda: iter([one_hot]), logits.shape[0])
 
 
@@ -110,7 +106,7 @@ def _checked_target(target: Tensor) -> Tensor:
     return target
 
 
-def _one_hot(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
+def _one_hot(logits: Tensor, target: Tensor, class_dim: int | None, traced: bool) -> Tensor:
     """1 at the target class of every example (and position), or the class probabilities."""
     _checked_target(target)
     plain = target.dtype == torch.int64 and logits.dim() == 2 and target.shape == logits.shape[:1]
@@ -132,7 +128,7 @@ def _one_hot(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
             f"observe(): target of shape {tuple(target.shape)} and dtype {target.dtype} is neither class indices "
             f"{(logits.shape[0], *logits.shape[2:])} nor probabilities, which are floating point: target.float()"
         )
-    dim = _class_dim(logits, target)
+    dim = class_axis(logits, target, class_dim)
     index = target.detach().long().unsqueeze(dim)
     if (
         index.device.type == "cpu" and not traced
@@ -157,17 +153,38 @@ def _identity(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(classes, dtype=dtype, device=device)
 
 
-def _class_dim(logits: Tensor, target: Tensor) -> int:
-    """The class axis: the second as in ``F.cross_entropy``, or the last."""
-    if target.shape == (logits.shape[0], *logits.shape[2:]) or target.shape == logits.shape:
-        return 1
-    if target.shape == logits.shape[:-1]:
-        return logits.dim() - 1
-    raise ValueError(
-        f"observe(): target has shape {tuple(target.shape)}, which does not go with logits of shape "
-        f"{tuple(logits.shape)}; expected "
-        f"{(logits.shape[0], *logits.shape[2:])}"
-    )
+def class_axis(logits: Tensor, target: Tensor | None, given: int | None = None) -> int:
+    """The axis of the classes: the one given, or the one that the shapes tell: the second as in ``F.cross_entropy``, or
+    the last. Raises ValueError if they do not tell.
+    """
+    shape, last = tuple(logits.shape), logits.dim() - 1
+    if given is not None:
+        if not isinstance(given, int) or isinstance(given, bool) or given not in (1, -1, last):
+            raise ValueError(
+                f"class_dim={given!r} is not the second axis (1) or the last (-1) of logits of shape {shape}"
+            )
+        dim = given % logits.dim()
+    elif last == 1:
+        dim = 1
+    elif target is None:
+        raise ValueError(
+            f"logits of shape {shape} may have their classes on the second axis or on the last: say class_dim=1 or "
+            "class_dim=-1, or give a target of class indices, whose shape tells"
+        )
+    elif target.shape == (shape[0], *shape[2:]) == shape[:-1]:
+        raise ValueError(
+            f"logits of shape {shape} with a target of shape {tuple(target.shape)} may have their classes on the "
+            "second axis or on the last: say class_dim=1 or class_dim=-1"
+        )
+    else:  # probabilities have them on the second axis, as in F.cross_entropy
+        dim = last if target.shape == shape[:-1] else 1
+    expected = (*shape[:dim], *shape[dim + 1 :])
+    if target is not None and target.shape not in (expected, shape):
+        raise ValueError(
+            f"the target has shape {tuple(target.shape)}, which does not go with logits of shape {shape}; expected "
+            f"{expected}"
+        )
+    return dim
 
 
 def _each_class(logits: Tensor, dim: int) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from gxd.operate import STEP_POLICIES
 from gxd.plan import UnitPlan, tensor_names
 from gxd.score import Utility
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 POSITIONS = ("signed", "abs")
 OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
 NO_PASS = (
@@ -64,6 +64,12 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]
             f"not in the optimizer: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Add them "
             "to the optimizer, or "
             f"leave the groups that use them out of the plan (exclude={groups})"
+        )
+    frozen = [name for name in plan.shapes if name in parameters and not parameters[name].requires_grad]
+    if frozen:
+        raise PlanError(
+            f"frozen after the plan was made (requires_grad=False): {', '.join(frozen[:5])}"
+            f"{' ...' if len(frozen) > 5 else ''}, and a reset would write it: make a new plan"
         )
     for name in plan.shapes:
         if hasattr(tensors[name], "device_mesh"):

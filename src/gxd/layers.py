@@ -185,15 +185,51 @@ class NamedTensors(Mapping[str, Tensor]):
         tensor: Tensor = getattr(module, attribute)
         return tensor
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether this is a parameter that is not trained."""
+        module, attribute = self.places[name]
+        parameter = module._parameters.get(attribute)
+        return parameter is not None and not parameter.requires_grad
+
     def replaced(self) -> list[str]:
-        """The names of modules that are no longer where they were found: what is written to them has no effect."""
-        return [path for path, (parent, name, module) in self.links.items() if parent._modules.get(name) is not module]
+        """The names of modules that are no longer where they were found, and of tensors that are now computed (pruned,
+        parametrized): what is written to them has no effect.
+        """
+        gone = [path for path, (parent, name, module) in self.links.items() if parent._modules.get(name) is not module]
+        for name, (module, key) in self.places.items():
+            if key not in module._parameters and key not in module._buffers:
+                gone.append(name)
+        return gone
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def aliases(parameters: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """The id of each parameter -> all names of it, and of others that lie in the same memory: tied weights."""
+    by_storage: dict[int, dict[int, tuple[range, list[str]]]] = {}
+    for name, parameter in parameters.items():
+        here = by_storage.setdefault(parameter.untyped_storage()._cdata, {})
+        here.setdefault(id(parameter), (_extent(parameter), []))[1].append(name)
+    return {
+        key: [name for other, names in here.values() if other is extent or _overlap(extent, other) for name in names]
+        for here in by_storage.values()
+        for key, (extent, _) in here.items()
+    }
+
+
+def _extent(tensor: Tensor) -> range:
+    """Where in its storage a tensor lies."""
+    start = tensor.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start, last + 1) if tensor.numel() else range(start, start)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def state_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

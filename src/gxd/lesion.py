@@ -135,6 +135,7 @@ class Lesion:
         utilities: Sequence[Utility],
         references: Sequence[Tensor],
         loss: Loss | None,
+        class_dim: int,
         length: int,
         all_logit_examples: int | None,
     ) -> dict[str, list[Tensor]]:
@@ -148,24 +149,32 @@ class Lesion:
             for call, target, examples in data.parts(length, limit) if some else ():
                 logits, one = self.watch(call)
                 for kind in dict.fromkeys(u.gradient for u in some):
-                    for gradients in self._gradients(kind, logits, target, one, loss, examples / data.size):
+                    for gradients in self._gradients(kind, logits, target, one, loss, class_dim, examples / data.size):
                         for utility in some:
                             if utility.gradient == kind:
                                 tallies[utility.name].add([one], [gradients], examples)
         return {name: self._by_group(tally, fixed) for name, tally in tallies.items()}
 
     def _gradients(
-        self, kind: str | None, logits: Tensor, target: Tensor | None, one: Pass, loss: Loss | None, share: float
+        self,
+        kind: str | None,
+        logits: Tensor,
+        target: Tensor | None,
+        one: Pass,
+        loss: Loss | None,
+        class_dim: int,
+        share: float,
     ) -> Iterator[Gradients]:
         """The gradients by the views, for one direction of the output after the other."""
         if kind is None:
             yield {}
         elif kind == "loss":
             assert target is not None
-            mean = loss(logits, target) if loss is not None else cross_entropy(logits, target)
+            mean = loss(logits, target) if loss is not None else cross_entropy(logits, target, class_dim)
             yield from _pulled_back(Direction(mean, lambda: iter([torch.full_like(mean, share)]), 1), one)
         else:
-            direction = direction_of(kind, logits, target, None, lambda like: random_signs(like, self.generator))
+            signs = lambda like: random_signs(like, self.generator)  # noqa: E731
+            direction = direction_of(kind, logits, target, None, signs, class_dim)
             yield from _pulled_back(direction, one)
 
     def _by_group(self, tally: Tally, fixed: Statistics) -> list[Tensor]:
@@ -280,19 +289,11 @@ def difference(before: Tensor, after: Tensor, class_dim: int) -> Tensor:
     return torch.stack([l1, kl]).cpu()
 
 
-def class_dim(logits: Tensor, target: Tensor | None) -> int:
-    """The class axis: the second as in ``F.cross_entropy`` if the target's shape says so, else the last."""
-    if target is not None and target.shape == (logits.shape[0], *logits.shape[2:]):
-        return 1
-    return logits.dim() - 1
-
-
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean cross entropy, with the classes on the second or on the last axis."""
-    dim = class_dim(logits, target)
+def cross_entropy(logits: Tensor, target: Tensor, class_dim: int) -> Tensor:
+    """The mean cross entropy, with the classes on the given axis."""
     if target.shape == logits.shape:  # probabilities
-        return F.cross_entropy(logits, target.to(logits.dtype))
-    return F.cross_entropy(logits.movedim(dim, 1), target)
+        return F.cross_entropy(logits.movedim(class_dim, 1), target.to(logits.dtype).movedim(class_dim, 1))
+    return F.cross_entropy(logits.movedim(class_dim, 1), target)
 
 
 def _pulled_back(direction: Direction, one: Pass) -> Iterator[Gradients]:

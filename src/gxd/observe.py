@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gxd.directions import Direction
@@ -55,11 +56,18 @@ Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> 
 
 
 class Pass(dict[int, Capture]):
-    """The captures of one forward pass, by view number. ``whole``: of a call of the model itself, not of its parts."""
+    """The captures of one forward pass, by view number.
 
-    def __init__(self, captures: dict[int, Capture] | None = None, whole: bool = False) -> None:
+    Attributes:
+        whole: of a call of the model itself, not of its parts.
+        examples: how many the model was given, if that is known.
+    """
+
+    def __init__(
+        self, captures: dict[int, Capture] | None = None, whole: bool = False, examples: int | None = None
+    ) -> None:
         super().__init__(captures or {})
-        self.whole = whole
+        self.whole, self.examples = whole, examples
 
 
 class Observer:
@@ -85,6 +93,8 @@ class Observer:
         ]
         sites: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         views = [view for group in plan.groups for view in group.views]
+        self.folded = any(view.fold != "none" for view in views)  # examples and positions share an axis
+        self.batch_dim = plan.batch_dim
         several = [len(group.views) > 1 for group in plan.groups for _ in group.views]
         for number, view in enumerate(views):
             for consumer in view.consumers:
@@ -101,17 +111,17 @@ class Observer:
                 tap = Tap(self, module, tuple(numbers), ports, nested)
                 self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
 
-    def begin(self) -> None:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
         if self.running:
             self.passes.pop()
-        self.start(whole=True)
+        self.start(whole=True, examples=batch_size(args, kwargs, self.batch_dim) if self.folded else None)
         self.running = True
 
     def end(self) -> None:
         self.running, self.over = False, True
 
-    def start(self, whole: bool) -> None:
+    def start(self, whole: bool, examples: int | None = None) -> None:
         self.on_pass()
         if len(self.passes) >= MOST_PASSES:
             self.passes.pop(0)
@@ -121,7 +131,7 @@ class Observer:
                 ObservationWarning,
                 stacklevel=2,
             )
-        self.passes.append(Pass(whole=whole))
+        self.passes.append(Pass(whole=whole, examples=examples))
         self.over = False
 
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
@@ -210,7 +220,7 @@ class Hook:
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
-        not when a backward pass recomputes a checkpointed segment.
+        not when a backward pass recomputes a checkpointed segment, not inside a transform of torch.func.
         """
         if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
             return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
@@ -222,6 +232,7 @@ class Hook:
             or not module.training
             or not torch.is_grad_enabled()
             or torch._C._current_graph_task_id() != -1
+            or torch._C._functorch.maybe_current_level() is not None
         ):
             return None
         return self.act(observer, *call)
@@ -239,7 +250,7 @@ class Begin(Hook):
     """The model is called."""
 
     def act(self, observer: Observer, *call: Any) -> None:
-        observer.begin()
+        observer.begin(*call)
 
 
 class End(Hook):
@@ -294,6 +305,14 @@ class HeadsTap(Hook):
         _, output = call
         source = attention_output(output[0])
         observer.capture(self.numbers, source, source)
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> int | None:
+    """How many examples a call of the model has: as when it was traced, the first input with a batch axis tells."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > batch_dim:
+            return leaf.shape[batch_dim]
+    return None
 
 
 _POSITION = {"input": 0, "query": 0, "key": 1, "value": 2}

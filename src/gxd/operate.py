@@ -205,14 +205,14 @@ def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tens
         tensors[producer.bias].index_fill_(0, bias_rows.to(full.device), 0.0)
 
 
-def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:
-    """Set rows or columns of a weight, or of a tensor of its shape, to zero."""
+def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor, value: float = 0.0) -> None:
+    """Set rows or columns of a weight, or of a tensor of its shape, to a value."""
     axis = layout.axis(kind)
     if axis is not None:
-        tensor.index_fill_(axis, index.to(tensor.device), 0.0)
+        tensor.index_fill_(axis, index.to(tensor.device), value)
     else:
         view, where = layout.row(tensor, index) if kind == "rows" else layout.column(tensor, index)
-        view[where] = 0.0
+        view[where] = value
 
 
 # --- optimizer state
@@ -223,7 +223,7 @@ def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor) -> None:
 def clear_optimizer_state(
     optimizer: Optimizer, tensors: Mapping[str, Tensor], selection: Selection, step_policy: str = "keep"
 ) -> None:
-    """Zero the optimizer's state of every slice that a reset drew again or zeroed."""
+    """Begin the optimizer's state of every slice that a reset drew again or zeroed anew."""
     if not any(optimizer.state.values()):  # as with SGD without momentum
         return
     for group, index in selection:
@@ -238,9 +238,9 @@ def clear_optimizer_state(
                 _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "columns", columns, step_policy)
         for norm in group.norms:
             for name in filter(None, (norm.weight, norm.bias)):
-                for state in _slice_shaped(optimizer, tensors[name], step_policy):
+                for state, first in _slice_shaped(optimizer, tensors[name], step_policy):
                     if state.shape == tensors[name].shape:
-                        state.view(-1)[norm.entries[index].flatten().to(state.device)] = 0.0
+                        state.view(-1)[norm.entries[index].flatten().to(state.device)] = first
 
 
 def _clear_weight(
@@ -250,44 +250,54 @@ def _clear_weight(
     if axis is not None:
         _clear(optimizer, weight, axis, index, step_policy)
         return
-    for state in _slice_shaped(optimizer, weight, step_policy):
+    for state, first in _slice_shaped(optimizer, weight, step_policy):
         if state.shape[:2] == weight.shape[:2]:
-            _fill(layout, kind, state, index)
+            _fill(layout, kind, state, index, first)
 
 
 @torch.no_grad()
 def _clear(optimizer: Optimizer, parameter: Tensor, dim: int, index: Tensor, step_policy: str) -> None:
-    for state in _slice_shaped(optimizer, parameter, step_policy):
-        if (
-            state.shape[dim] == parameter.shape[dim]
-        ):  # a factored moment may have size 1 there: it is not the slice's own
-            state.index_fill_(dim, index.to(state.device), 0.0)
+    for state, first in _slice_shaped(optimizer, parameter, step_policy):
+        if state.shape[dim] == parameter.shape[dim]:  # a factored moment may have size 1 there: not the slice's own
+            state.index_fill_(dim, index.to(state.device), first)
 
 
-def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> list[Tensor]:
-    """The state tensors that have a slice per slice of the parameter; counters are dealt with by the policy."""
+COUNTERS = {"step": 0.0, "mu_product": 1.0}  # scalars, and what they begin with
+AVERAGES = ("ax",)  # ASGD's average of the weights: no memory of gradients
+
+
+def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> list[tuple[Tensor, float]]:
+    """The state tensors that have a slice per slice of the parameter, and what they begin with; counters are dealt with
+    by the policy.
+    """
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     found = []
     for key, value in state.items():
         if not isinstance(value, Tensor):
             if step_policy == "reset" and key == "step":
                 state[key] = 0
-        elif value.dim() == parameter.dim() and all(
-            a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
+        elif (
+            key not in AVERAGES
+            and value.dim() == parameter.dim()
+            and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
         ):
-            found.append(value)
+            found.append((value, _rate(optimizer, parameter) if key == "step_size" else 0.0))  # Rprop's begins with lr
         elif value.numel() == 1:
-            if step_policy == "reset" and key == "step":
-                value.zero_()
+            if step_policy == "reset" and key in COUNTERS:
+                value.fill_(COUNTERS[key])
         else:
+            why = "is an average of weights" if key in AVERAGES else "has no slices like its parameter's"
             warnings.warn(
-                f"optimizer state {key!r} of shape {tuple(value.shape)} has no slices like its parameter's "
-                f"{tuple(parameter.shape)}; "
+                f"optimizer state {key!r} of shape {tuple(value.shape)} {why} {tuple(parameter.shape)}; "
                 f"it is left as it is by resets ({type(optimizer).__name__})",
                 ResetWarning,
                 stacklevel=2,
             )
     return found
+
+
+def _rate(optimizer: Optimizer, parameter: Tensor) -> float:
+    return next(float(group["lr"]) for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
 
 
 # --- checks

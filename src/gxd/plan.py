@@ -196,7 +196,9 @@ class UnitPlan:
         for group in self.groups:
             if group.name == name:
                 return group
-        raise KeyError(f"no group {name!r} in the plan; it has {', '.join(g.name for g in self.groups) or 'none'}")
+        reason = next((f"; it is not reset: {entry.reason}" for entry in self.skipped if entry.name == name), "")
+        names = ", ".join(group.name for group in self.groups) or "none"
+        raise KeyError(f"no group {name!r} in the plan{reason}; it has {names}")
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -236,9 +238,13 @@ class UnitPlan:
                 raise ValueError(f"rates: {rate!r} for {pattern!r} is not a number in [0, 1]")
             hit = _matches([g.name for g in kept], pattern, "rates")
             kept = [replace(g, rate=float(rate)) if g.name in hit else g for g in kept]
+        if init is not None and not isinstance(init, Mapping):
+            raise TypeError(
+                f"init={init!r} must be a dict, group name or pattern -> function, such as {{'*': function}}"
+            )
         for pattern, function in (init or {}).items():
             hit = _matches(names, pattern, "init")
-            kept = [_with_init(g, function) if g.name in hit else g for g in kept]
+            kept = [_with_init(g, function, self.shapes) if g.name in hit else g for g in kept]
         shapes = {name: self.shapes[name] for name in tensor_names(kept) if name in self.shapes}
         return replace(self, groups=tuple(kept), skipped=tuple(skipped), shapes=shapes)
 
@@ -321,11 +327,19 @@ def _describe(group: Group) -> tuple[str, ...]:
     )
 
 
-def _with_init(group: Group, function: Callable[..., object]) -> Group:
+def _with_init(group: Group, function: Callable[..., object], shapes: Mapping[str, tuple[int, ...]]) -> Group:
     if not callable(function):
         raise TypeError(
             f"init[{group.name!r}] must be a function such as torch.nn.init.kaiming_normal_, got {function!r}"
         )
+    for producer in group.producers:  # a function that fails shall not do so in the middle of a reset
+        try:
+            function(torch.empty(shapes[producer.weight]), generator=torch.Generator().manual_seed(0))
+        except Exception as error:
+            raise TypeError(
+                f"init[{group.name!r}] failed when called as f(tensor, generator=...) on a weight of shape "
+                f"{shapes[producer.weight]}: {type(error).__name__}: {error}"
+            ) from error
     init = Init("function", 0.0, function)
     return replace(group, producers=tuple(replace(p, init=init) for p in group.producers))
 

@@ -157,6 +157,7 @@ class Program:
         if self.scored and self.cbp is not None:
             for name in KEPT:
                 setattr(self.cbp._statistics, name, next(results))
+            self.cbp._statistics.seen = next(results) if self.partial else None
             self.cbp._statistics.alarm = self.cbp._statistics.waits
         if self.recipe.update is None:
             self._step_by_itself(results)
@@ -263,6 +264,9 @@ class Program:
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
         if scorer is not None:
             results += [getattr(scorer.statistics, name) for name in KEPT]
+            seen = scorer.statistics.seen
+            self.partial = seen is not None
+            results += [seen] if seen is not None else []
         if self.recipe.update is None:
             results += [g for g in gradients.values() if g is not None]
         return results

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gxd import expect
+from gxd.directions import class_axis
 from gxd.find import find_units
 from gxd.layers import NamedTensors, unwrap
-from gxd.lesion import Data, Lesion, class_dim
+from gxd.lesion import Data, Lesion
 from gxd.plan import UnitPlan
 from gxd.ranks import mean_of_lowest, spearman
 from gxd.score import Utility, get_utility
@@ -121,6 +122,7 @@ def reset_cost(
     positions: str = "signed",
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
+    class_dim: int | None = None,
     chunk: int = 256,
     seed: int = 0,
     report: Callable[[int, int], None] | None = None,
@@ -147,6 +149,7 @@ def reset_cost(
         positions: ``"signed"`` or ``"abs"``, as for :class:`gxd.ContinualBackprop`.
         loss: ``(logits, y) -> mean loss``, for ``loss_gradient``. Default: the cross entropy.
         output: takes the logits from what the model returns. Default: the tensor itself, or its ``logits``.
+        class_dim: the axis of the classes, 1 or -1, where the shapes of the logits and of y leave it open.
         chunk: examples per forward pass, for scores, and for clamps that are done one by one.
         seed: of the choice of units, of ``gxd_sketch`` and of ``random``.
         report: called with the number of clamps done and their total.
@@ -175,9 +178,9 @@ def reset_cost(
     lesion = Lesion(model, plan, _checked(output) if output is not None else _logits, positions, seed)
     units = [_some(group.size, units_per_group, seed) for group in plan.groups]
     with _as_found(model):
-        classes = _class_dim(lesion, data, probes)
+        classes = _class_dim(lesion, data, probes, class_dim)
         references = lesion.references(data, chunk)
-        scores = lesion.scores(data, wanted, references, loss, chunk, all_logit_examples)
+        scores = lesion.scores(data, wanted, references, loss, classes, chunk, all_logit_examples)
         shocks = lesion.shocks(probes, units, references, classes, chunk, report)
     names = [group.name for group in plan.groups]
     picked = dict(zip(names, units, strict=True))
@@ -267,14 +270,14 @@ def _checked(output: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     return checked
 
 
-def _class_dim(lesion: Lesion, data: Data, probes: Data) -> int:
+def _class_dim(lesion: Lesion, data: Data, probes: Data, given: int | None) -> int:
     """The class axis of the logits, from a first look at a few examples of each set."""
     call, target, _ = data.part(0, 2)
     logits, _ = lesion.watch(call)
     for name, few in (("calibration", logits), ("probe", lesion.watch(probes.part(0, 2)[0])[0])):
         if not bool(few.isfinite().all()):
             raise ValueError(f"the model's outputs on the {name} data are not finite (NaN or inf)")
-    return class_dim(logits, target)
+    return class_axis(logits, target, given)
 
 
 @contextmanager

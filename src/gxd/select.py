@@ -35,6 +35,11 @@ class Schedule:
             self.young.append((step, due))
         return due
 
+    def cancel(self, due: int) -> None:
+        """Take back the last answer: no unit was reset."""
+        self.eligible += due
+        self.young.pop()
+
     def state_dict(self) -> dict[str, Any]:
         return {"eligible": self.eligible, "young": [list(cohort) for cohort in self.young], "budget": self.budget}
 

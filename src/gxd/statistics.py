@@ -23,6 +23,7 @@ class Statistics:
         birth: ``(units,)`` the step at which each unit was last reset.
         mean, mean_weight: ``(views,)`` running mean of h, one entry per view and unit.
         utility, utility_weight: ``(units,)`` running score.
+        seen: ``(units,)`` which units the last update has seen; None: all of them.
         waits: whether the host looks at each update. Cheapest on the CPU; elsewhere it would wait for the device.
     """
 
@@ -41,11 +42,11 @@ class Statistics:
         self.utility = torch.zeros(sum(units), dtype=dtype, device=device)
         self.utility_weight = torch.zeros_like(self.utility)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self.seen: Tensor | None = torch.zeros(sum(units), dtype=torch.bool, device=device)
         self.one = torch.ones((), dtype=dtype, device=device)
         self.ahead: tuple[Tensor, Tensor] | None = None
         self.waits = device.type == "cpu"
         self.alarm = False  # a non-finite observation was seen by the host, and not spoken of yet
-        self.all_shown = False  # at once, at some step: so that the host need not ask
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +59,7 @@ class Statistics:
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self.ahead = None if self.ahead is None else (self.ahead[0].to(device), self.ahead[1].to(device))
+        self.seen = None if self.seen is None else self.seen.to(device)
         self.waits = device.type == "cpu"
         for name in (*self.TENSORS, "one"):
             setattr(self, name, getattr(self, name).to(device))
@@ -79,8 +81,8 @@ class Statistics:
         return self.utility / self.utility_weight, self.birth < self.step - maturity
 
     def shown(self, group: int) -> bool:
-        """Whether any unit of a group has been observed."""
-        return self.all_shown or bool((self.utility_weight[self.unit_slices[group]] > 0).any())
+        """Whether the last update has seen a group."""
+        return self.seen is None or bool(self.seen[self.unit_slices[group]].any())
 
     def references_with(self, mean: Tensor, seen: Tensor | None) -> Tensor:
         """The references as they will be once this step's means of the views that were ``seen`` (None: all) are taken
@@ -111,8 +113,7 @@ class Statistics:
             self.alarm = True
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
-        self.all_shown = self.all_shown or (seen is None and self.waits and new is not old)
-        self.ahead = None
+        self.seen, self.ahead = seen, None
 
     def _averaged(self, average: Tensor, weight: Tensor, value: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
         """One step of an average and of its weight."""
@@ -129,10 +130,12 @@ class Statistics:
         self.mean_weight.index_fill_(0, views, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, **{name: getattr(self, name).clone() for name in self.TENSORS}}
+        seen = torch.ones_like(self.utility, dtype=torch.bool) if self.seen is None else self.seen.clone()
+        return {"step": self.step, "seen": seen, **{name: getattr(self, name).clone() for name in self.TENSORS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
+        self.seen = state["seen"].to(self.device, copy=True)
         for name in self.TENSORS:
             setattr(self, name, state[name].to(getattr(self, name), copy=True))
 

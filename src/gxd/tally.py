@@ -29,12 +29,18 @@ class Block:
         groups: the numbers of the groups, side by side.
         slots: for each view the groups have, its number in each group.
         h: for each slot, ``(examples, positions, units of all groups)``.
+        examples: how many examples the pass has, if that is known.
+        weight: how often the mean score of the block counts.
+        count: how many examples it adds to the groups: none if another block of the pass has counted them.
     """
 
     number: int
     groups: list[int]
     slots: list[list[int]]
     h: list[Tensor]
+    examples: int | None
+    weight: int
+    count: int
 
 
 class Tally:
@@ -95,27 +101,29 @@ class Tally:
         if len(passes) == 1 and self.empty and self.reduce is None and not stacked:
             h = self._abreast(passes[0])
             if h is not None:
-                self._add_whole(h, directions, examples)
+                self._add_whole(h, directions)
                 return
         self._settle()
-        blocks = [block for number, one in enumerate(passes) for block in self._blocks(number, one, examples)]
+        blocks = [
+            block for number, one in enumerate(passes) for block in self._blocks(number, one, one.examples or examples)
+        ]
         if not blocks:
             return
         before, ahead = (self.mean, list(self.mean_count)), self.statistics.ahead
         try:
-            self._add(blocks, directions, examples, stacked)
+            self._add(blocks, directions, stacked)
         except BaseException:  # a utility that fails leaves nothing behind
             (self.mean, self.mean_count), self.statistics.ahead = before, ahead
             raise
 
-    def _add_whole(self, h: Tensor, directions: Iterable[Gradients], examples: int | None) -> None:
+    def _add_whole(self, h: Tensor, directions: Iterable[Gradients]) -> None:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
         ahead = self.statistics.ahead
-        block = Block(0, self.all_groups, [self.all_views], [h.unsqueeze(1)])
+        block = Block(0, self.all_groups, [self.all_views], [h.unsqueeze(1)], None, len(h), len(h))
         try:
             mean = h.mean(0)
             references = self.statistics.references_with(mean, None)
-            found = [self._score(block, gradients.get(0, {}), references, examples) for gradients in directions]
+            found = [self._score(block, gradients.get(0, {}), references) for gradients in directions]
         except BaseException:  # as above
             self.statistics.ahead = ahead
             raise
@@ -129,9 +137,7 @@ class Tally:
             self.mean, self.mean_count = mean * count, [count] * len(self.views)
             self.score, self.score_count = score * count, [count] * len(self.plan.groups)
 
-    def _add(
-        self, blocks: Sequence[Block], directions: Iterable[Gradients], examples: int | None, stacked: bool
-    ) -> None:
+    def _add(self, blocks: Sequence[Block], directions: Iterable[Gradients], stacked: bool) -> None:
         for block in blocks:
             for slot, h in zip(block.slots, block.h, strict=True):
                 self._add_mean(slot, h.sum((0, 1)), h.shape[0] * h.shape[1])
@@ -141,13 +147,12 @@ class Tally:
             for block, found in zip(blocks, scores, strict=True):
                 seen = gradients.get(block.number, {})
                 if stacked:
-                    score = torch.vmap(lambda g, b=block: self._score(b, g, references, examples))
+                    score = torch.vmap(lambda g, b=block: self._score(b, g, references))
                     found.append(score(dict(seen)).mean(0))
                 else:
-                    found.append(self._score(block, seen, references, examples))
+                    found.append(self._score(block, seen, references))
         for block, found in zip(blocks, scores, strict=True):
-            count = block.h[0].shape[0]
-            self._add_score(block.groups, sum_of(found) * (count / len(found)), count)
+            self._add_score(block.groups, sum_of(found) * (block.weight / len(found)), block.count)
 
     def means(self) -> tuple[Tensor, Tensor | None]:
         """``(views,)`` the means of h over all passes and processes, and which were seen (None: all)."""
@@ -207,16 +212,19 @@ class Tally:
                 if values.dim() == 2:
                     abreast.setdefault((values.shape[0], values.device), []).append((group, n, values))
                     continue
-            # Signed effects add over views with the same examples; views of different batches are scored apart.
+            # Effects add over views, with their signs where they are of the same examples. Views that cannot be told
+            # apart by examples alike (positions="abs", folded loose calls) are scored apart, and their means add.
             h = {n: values.unsqueeze(1) if values.dim() == 2 else values for n, values in h.items()}
-            for size in dict.fromkeys(values.shape[0] for values in h.values()):
+            sizes = list(dict.fromkeys(values.shape[0] for values in h.values()))
+            for size in sizes:
                 views = [n for n, values in h.items() if values.shape[0] == size]
-                blocks.append(
-                    Block(number, [group], [[n] for n in views], [h[n].to(self.statistics.dtype) for n in views])
-                )
-        for members in abreast.values():
+                slots, count = [[n] for n in views], size if size == sizes[0] else 0
+                h_each = [h[n].to(self.statistics.dtype) for n in views]
+                blocks.append(Block(number, [group], slots, h_each, examples, sizes[0], count))
+        for (rows, _), members in abreast.items():
+            groups, slot = [g for g, _, _ in members], [n for _, n, _ in members]
             h_all = side_by_side([values for _, _, values in members]).to(self.statistics.dtype).unsqueeze(1)
-            blocks.append(Block(number, [g for g, _, _ in members], [[n for _, n, _ in members]], [h_all]))
+            blocks.append(Block(number, groups, [slot], [h_all], examples, rows, rows))
         return blocks
 
     def _read(self, n: int, tensor: Tensor, examples: int | None) -> Tensor:
@@ -227,10 +235,10 @@ class Tally:
         values = reader(tensor, examples)
         return values.squeeze(1) if values.shape[1] == 1 else values
 
-    def _score(self, block: Block, gradients: Mapping[int, Tensor], references: Tensor, examples: int | None) -> Tensor:
+    def _score(self, block: Block, gradients: Mapping[int, Tensor], references: Tensor) -> Tensor:
         views = []
         for slot, h in zip(block.slots, block.h, strict=True):
-            g = None if self.utility.gradient is None else self._gradient(slot, h, gradients, examples)
+            g = None if self.utility.gradient is None else self._gradient(slot, h, gradients, block.examples)
             r = self._pick(references, slot, self.statistics.view_slices).to(h.device)
             views.append(UnitView(h, r, g, lambda slot=slot, h=h: self._w_out(slot).to(h)))  # type: ignore[misc]
         observation = Observation(views, lambda: self._w_in(block.groups).to(block.h[0]), self.generator)

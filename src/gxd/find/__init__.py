@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gxd import expect
 from gxd.errors import TraceError
@@ -18,6 +19,7 @@ from gxd.find.engine import Engine
 from gxd.find.finish import finish
 from gxd.find.manual import HandGroup, merge_by_hand
 from gxd.layers import unwrap
+from gxd.observe import batch_size
 from gxd.plan import UnitPlan
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def find_units(
     """Find every hidden unit of a model that can be reset, and say why the others cannot.
 
     The model is traced once with ``torch.export``; it is left exactly as it was found. No value of the inputs
-    matters, only their shapes; give a batch of two or more, so that the batch axis can be told from the others.
+    matters, only their shapes. A batch of one, whose axis could not be told from others, is traced as a batch of two.
 
     Args:
         model: any module; one wrapped by ``torch.compile`` or ``DistributedDataParallel`` is unwrapped.
@@ -77,7 +79,7 @@ def find_units(
         plan = UnitPlan((), batch_dim=batch_dim)
     else:
         _check_batch(example_inputs, batch_dim)
-        engine = Engine(model, _export(model, example_inputs), residual, batch_dim)
+        engine = Engine(model, _program(model, example_inputs, batch_dim), residual, batch_dim)
         engine.run()
         finish(engine)
         plan = assemble(engine)
@@ -88,7 +90,7 @@ def find_units(
 def _check_batch(example_inputs: Any, batch_dim: int) -> None:
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
         raise ValueError(f"batch_dim={batch_dim!r} must be an axis of the inputs, 0 or more")
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
     if tensors and all(tensor.dim() <= batch_dim for tensor in tensors) and batch_dim:
         raise ValueError(
             f"batch_dim={batch_dim!r} is no axis of any input: {[tuple(tensor.shape) for tensor in tensors]}"
@@ -102,6 +104,17 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def _program(model: nn.Module, example_inputs: Any, batch_dim: int) -> Any:
+    def twice(tensor: Tensor) -> Tensor:
+        single = tensor.dim() > batch_dim and tensor.shape[batch_dim] == 1
+        return torch.cat([tensor, tensor], batch_dim) if single else tensor
+
+    if batch_size(*call_arguments(example_inputs), batch_dim) == 1:
+        with suppress(TraceError):  # an axis of one that is no batch; then as it was given
+            return _export(model, tree_map_only(Tensor, twice, example_inputs))
+    return _export(model, example_inputs)
 
 
 def _export(model: nn.Module, example_inputs: Any) -> Any:
@@ -131,8 +144,9 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
 
 @contextmanager
 def _as_found(model: nn.Module, training: bool) -> Iterator[None]:
-    """Everything in one mode for the trace; then modes and random state as they were."""
+    """Everything in one mode for the trace; then modes, attributes and random state as they were."""
     modes = [(module, module.training) for module in model.modules()]
+    attributes = [(module, dict(vars(module))) for module, _ in modes]  # a forward may keep what it has computed
     # What the trace must not meet: a cumulative BatchNorm reads its counter, and a cache is no tensor.
     changed: list[tuple[Any, str, Any]] = []
     for module, _ in modes:
@@ -149,10 +163,11 @@ def _as_found(model: nn.Module, training: bool) -> Iterator[None]:
                 setattr(owner, name, 0.1 if name == "momentum" else False)
             yield
     finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
         for owner, name, value in changed:
             setattr(owner, name, value)
-        for module, mode in modes:
-            module.training = mode
 
 
 __all__ = ["HandGroup", "find_units"]

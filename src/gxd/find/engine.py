@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
-from gxd.layers import Layout
+from gxd.layers import Layout, aliases
 
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
 _RULES: dict[str, tuple[Rule, int | None]] = {}
@@ -95,9 +95,7 @@ class Engine:
         self.refused: dict[str, str] = {}
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.aliases: dict[int, list[str]] = {}
-        for name, parameter in self.parameters.items():
-            self.aliases.setdefault(id(parameter), []).append(name)
+        self.aliases = aliases(self.parameters)
         self.values: dict[fx.Node, Any] = {}
         self.storages: dict[int, list[fx.Node]] = {}  # the nodes that lie in the same memory
         self.inside: dict[fx.Node, list[fx.Node]] = {}  # node -> the placeholders it is bound to in nested graphs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gxd.errors import PlanError
 from gxd.init import fit
-from gxd.layers import CONV, CONV_TRANSPOSE, Layout, NamedTensors, default_bound, layout_of
+from gxd.layers import CONV, CONV_TRANSPOSE, Layout, NamedTensors, aliases, default_bound, layout_of
 from gxd.plan import Consumer, Group, Norm, Producer, UnitPlan, View, tensor_names
 
 _NORMS = (
@@ -99,6 +99,14 @@ def _build(model: nn.Module, hand: HandGroup) -> Group:
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; see model.named_modules()"
             raise PlanError(f"hand-written group: the model has no module {name!r}{hint}")
     layouts = {name: _layout(name, modules[name]) for name in (*hand.producers, *hand.consumers)}
+    names = aliases(dict(model.named_parameters(remove_duplicate=False)))
+    for name in layouts:
+        tied = names[id(modules[name].weight)]
+        if len({id(modules[one.rpartition(".")[0]]) for one in tied}) > 1:
+            raise PlanError(
+                f"hand-written group: tied weights: {' and '.join(map(repr, tied))} are one parameter, and a reset of "
+                f"{name!r} would write both"
+            )
     sizes = {name: _rows(layouts[name], modules[name]) for name in hand.producers}
     size = next(iter(sizes.values()))
     if len(set(sizes.values())) > 1:
@@ -139,7 +147,8 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
     else:
         index = torch.arange(columns).view(size, -1)
     bias = _bias(name, module)
-    approximate = None if bias else "no bias to take the mean"
+    frozen = bias is None and getattr(module, "bias", None) is not None
+    approximate = None if bias else "its bias is frozen" if frozen else "no bias to take the mean"
     taps = 1.0
     if layout.family == CONV and any(_pads(module)):
         approximate = approximate or "padding"
@@ -155,8 +164,9 @@ def _norm(name: str, module: nn.Module, size: int) -> Norm:
     if not isinstance(module, _NORMS):
         raise PlanError(f"hand-written group: {name!r} is a {type(module).__name__}, not a norm")
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    written = {key for key, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
     names = {
-        key: f"{name}.{key}" if key in tensors else None for key in ("weight", "bias", "running_mean", "running_var")
+        key: f"{name}.{key}" if key in written else None for key in ("weight", "bias", "running_mean", "running_var")
     }
     count = next((t.numel() for key, t in tensors.items() if names.get(key)), 0)
     if count % size:
@@ -203,7 +213,9 @@ def _pads(module: nn.Module) -> list[bool]:
 
 
 def _bias(name: str, module: nn.Module) -> str | None:
-    return f"{name}.bias" if getattr(module, "bias", None) is not None else None
+    """The name of the bias, if there is one that is trained."""
+    bias = module._parameters.get("bias")
+    return f"{name}.bias" if bias is not None and bias.requires_grad else None
 
 
 def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
