@@ -425,9 +425,13 @@ def test_the_questions_are_answered_by_their_intervals(world):
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def verdict(found, claim, place, arena="permuted-digits"):
+def ruling(found, claim, place, arena="permuted-digits"):
     (one,) = [v for v in found if v.claim.startswith(claim) and v.place == place and v.arena == arena]
-    return one.result
+    return one
+
+
+def verdict(*what):
+    return ruling(*what).result
 
 
 def test_verdicts_follow_from_the_numbers(world):
@@ -465,6 +469,73 @@ def test_nothing_is_claimed_where_backprop_kept_its_plasticity(tmp_path):
     judged = verdicts.verdicts({}, {"permuted-digits": panels_of(tmp_path)})
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
     assert verdict(judged, "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+
+
+def judge(root: Path):
+    return verdicts.verdicts({}, {"permuted-digits": panels_of(root)})
+
+
+def write_lasts(root: Path, method: str, lasts: list[float | None], **values: object) -> None:
+    """One run per seed, from 90 % (or ``first``) to the accuracy given; None: it diverged."""
+    for seed, last in enumerate(lasts):
+        at = {"activation": "silu", "first": 0.9, **values}
+        dies = {"diverged_at": 150} if last is None else {"last": last}
+        write_run(root, method=method, seed=seed, noise=0.0, **{**at, **dies})
+
+
+def test_noise_does_not_confirm_that_plasticity_was_kept_or_lost(tmp_path):
+    write_lasts(tmp_path, "backprop", [0.1, 0.1])
+    write_lasts(tmp_path, "gxd", [0.9, 0.1])
+    write_lasts(tmp_path, "contribution", [0.9, 0.1])
+    judged = judge(tmp_path)
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
+    assert verdict(judged, "Contribution loses", "SiLU") == verdicts.UNTESTED
+    assert "undecided" in ruling(judged, "GXD keeps its plasticity", "SiLU").evidence
+
+
+def test_a_method_at_chance_has_kept_nothing(tmp_path):
+    write_lasts(tmp_path, "backprop", [0.1, 0.1])
+    write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
+    judged = judge(tmp_path)
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
+    assert "chance" in ruling(judged, "GXD keeps its plasticity", "SiLU").evidence
+
+
+def test_a_noisy_backprop_leaves_something_to_rescue(tmp_path):
+    write_lasts(tmp_path, "backprop", [0.9, 0.1])
+    write_lasts(tmp_path, "gxd", [0.9, 0.905])
+    assert verdict(judge(tmp_path), "GXD keeps its plasticity", "SiLU") == verdicts.CONFIRMED
+
+
+def test_noise_does_not_confirm_that_one_method_is_as_good_as_another(tmp_path):
+    write_lasts(tmp_path, "contribution", [0.9, 0.9], activation="relu")
+    write_lasts(tmp_path, "gxd", [0.9, 0.5], activation="relu")
+    assert verdict(judge(tmp_path), "With ReLU, GXD ends as high", "ReLU") == verdicts.UNTESTED
+
+
+def test_one_divergence_in_two_seeds_decides_nothing(tmp_path):
+    write_lasts(tmp_path, "backprop", [0.1, 0.1])
+    write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
+    write_lasts(tmp_path, "contribution", [0.9, None])
+    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+
+
+def test_two_methods_that_always_diverge_are_not_compared(tmp_path):
+    write_lasts(tmp_path, "gxd", [None, None])
+    write_lasts(tmp_path, "contribution", [None, None])
+    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+
+
+def test_a_clear_difference_in_divergence_decides_unless_the_survivors_contradict(tmp_path):
+    write_lasts(tmp_path / "a", "gxd", [0.9] * 5)
+    write_lasts(tmp_path / "a", "contribution", [None] * 5)
+    assert verdict(judge(tmp_path / "a"), "GXD ends higher than Contribution", "SiLU") == verdicts.CONFIRMED
+    write_lasts(tmp_path / "b", "gxd", [0.5] * 5)
+    write_lasts(tmp_path / "b", "contribution", [0.9, *[None] * 4])
+    assert verdict(judge(tmp_path / "b"), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+    write_lasts(tmp_path / "c", "gxd", [None] * 5)
+    write_lasts(tmp_path / "c", "contribution", [0.9] * 5)
+    assert verdict(judge(tmp_path / "c"), "GXD ends higher than Contribution", "SiLU") == verdicts.REFUTED
 
 
 # --- the demo ---------------------------------------------------------------------------------------------------------

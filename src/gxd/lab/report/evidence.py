@@ -64,10 +64,10 @@ class Group:
         """Accuracy over the last tasks, of the runs that lived to the end."""
         return numbers.mean(self.finals().values())
 
-    def drop(self) -> numbers.Mean:
-        """First minus last, run by run: the plasticity that was lost."""
+    def drops(self) -> list[float]:
+        """First minus last of every run that lived to the end: the plasticity that was lost."""
         pairs = [(run.first(), run.last()) for run in self.settled]
-        return numbers.mean(first - last for first, last in pairs if first is not None and last is not None)
+        return [first - last for first, last in pairs if first is not None and last is not None]
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,18 @@ def moving_average(values: Sequence[float], width: int) -> tuple[float, ...]:
 
 def difference(ours: Group, theirs: Group) -> numbers.Mean:
     """Final accuracy of ``ours`` minus ``theirs``: paired over common seeds if there are two, else by group."""
+    gaps = paired_gaps(ours, theirs)
+    if gaps:
+        return numbers.mean(gaps)
+    left, right = ours.last(), theirs.last()
+    return numbers.Mean(left.value - right.value, math.hypot(left.se, right.se), min(left.n, right.n))
+
+
+def paired_gaps(ours: Group, theirs: Group) -> list[float]:
+    """Final accuracy of ``ours`` minus ``theirs``, seed by seed; nothing if fewer than two seeds lived in both."""
     a, b = ours.finals(), theirs.finals()
     common = sorted(a.keys() & b.keys())
-    if len(common) >= 2:
-        return numbers.mean(a[seed] - b[seed] for seed in common)
-    left, right = numbers.mean(a.values()), numbers.mean(b.values())
-    return numbers.Mean(left.value - right.value, math.hypot(left.se, right.se), min(left.n, right.n))
+    return [a[seed] - b[seed] for seed in common] if len(common) >= 2 else []
 
 
 def twins(runs: Sequence[Run], field: str, value: object, other: object) -> list[tuple[Group, Group]]:

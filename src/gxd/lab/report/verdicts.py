@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gxd.lab.report import numbers, paper
-from gxd.lab.report.evidence import AssayColumn, Group, Panel, difference
+from gxd.lab.report.evidence import AssayColumn, Group, Panel, difference, paired_gaps
 from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, rho, signed
 
 CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not tested at this scale"
@@ -16,14 +16,20 @@ SIGNS = {CONFIRMED: "✓", REFUTED: "✗", UNTESTED: "–"}
 ARENAS = {"assay": "Reset-cost assay", **paper.EXPERIMENTS}
 CLEAR = 2.0  # standard errors
 SLACK = 0.01  # accuracy: what counts as the same to the eye
+# Accuracy above which a network has learned at all: twice chance of ten classes, chance itself of two.
+LEARNED = {"permuted-mnist": 0.2, "permuted-digits": 0.2, "cifar100": 0.5}
 NEAR = 0.02  # Spearman's rho: the largest gap of GXD and its all-logit version in the paper
 RULES = (
     f"✓ {CONFIRMED}, ✗ {REFUTED}, – {UNTESTED}, by these rules. A difference counts if it is more than {CLEAR:g} "
     "standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds in runs). "
-    f"“Keeps its plasticity”: the last tasks are at most {SLACK * 100:g} point, or {CLEAR:g} SE, below the first, "
-    "and no run diverged; “loses plasticity” is the opposite. A method that diverged more often than the other is "
-    f"never the better one. “{UNTESTED}”: no runs, fewer than two seeds, nothing to rescue because backprop kept its "
-    "plasticity, or no clear difference in less than half of the paper's training."
+    f"“Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} point below the first, "
+    f"on every seed or with {CLEAR:g} SE to spare, and above chance; “loses plasticity”: a run diverged, or the last "
+    f"tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged like “keeps”. A method that "
+    "diverged more often than the other is never the better one. Where fewer than two runs of a method lived, "
+    "divergence decides, if Newcombe's 95 % interval of the difference of the rates leaves out 0 and the accuracies "
+    f"of those that lived do not contradict. “{UNTESTED}”: no runs, fewer than two seeds, numbers that leave it "
+    "undecided, nothing to rescue because backprop kept its plasticity, or no clear difference in less than half of "
+    "the paper's training."
 )
 
 Panels = Mapping[Panel, Mapping[str, Group]]
@@ -223,7 +229,9 @@ class _Stream:
         group = self._group(panel, method)
         if group is None or len(group.settled) < 2:
             return self._say(claim, panel, [group], "–", UNTESTED)
-        kept = not group.diverged and _kept(group.drop())
+        kept = self._kept(group)
+        if kept is None:
+            return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
         if kept and not alone and self._nothing_to_rescue(panel):
             return self._say(claim, panel, [group], f"{_span(group)}; backprop kept it too", UNTESTED)
         return self._say(claim, panel, [group], _span(group), CONFIRMED if kept else REFUTED)
@@ -233,9 +241,11 @@ class _Stream:
         group = self._group(panel, method)
         if group is None or len(group.settled) < 2:
             return self._say(claim, panel, [group], "–", UNTESTED)
-        lost = bool(group.diverged) or not _kept(group.drop())
-        weak = not lost and (self._nothing_to_rescue(panel) or self._short([group]))
-        return self._say(claim, panel, [group], _span(group), CONFIRMED if lost else UNTESTED if weak else REFUTED)
+        kept = self._kept(group)
+        if kept is None:
+            return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
+        weak = kept and (self._nothing_to_rescue(panel) or self._short([group]))
+        return self._say(claim, panel, [group], _span(group), UNTESTED if weak else REFUTED if kept else CONFIRMED)
 
     def beats(self, panel: Panel, winner: str, loser: str, *, rescue: bool = True) -> Verdict:
         """``rescue``: the claim is about methods that save a network, so there must be something to save it from."""
@@ -243,15 +253,17 @@ class _Stream:
         ours, theirs = self._group(panel, winner), self._group(panel, loser)
         if ours is None or theirs is None or len(ours.settled) < 2 or len(theirs.settled) < 2:
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
-        gap, risk = difference(ours, theirs), _risk(ours) - _risk(theirs)
+        gap, risk = difference(ours, theirs), _risk(ours, theirs)
         text = f"{_ends(ours)}, {_ends(theirs)}"
-        if gap.n < 2:  # too few lived to compare accuracies: survival decides
-            return self._say(claim, panel, [ours, theirs], text, CONFIRMED if risk < 0 else REFUTED)
+        if gap.n < 2:
+            return self._say(claim, panel, [ours, theirs], *self._survival(ours, theirs, text))
         text += f" ({_sigmas(gap.value, gap.se)})"
-        clear = gap.value > CLEAR * gap.se and risk <= 0
-        contrary = gap.value < -CLEAR * gap.se or risk > 0
+        higher, lower = gap.value > CLEAR * gap.se, gap.value < -CLEAR * gap.se
+        if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
+            return self._say(claim, panel, [ours, theirs], f"{text}; undecided", UNTESTED)
+        contrary = lower or risk.low > 0
         weak = not contrary and ((rescue and self._nothing_to_rescue(panel)) or self._short([ours, theirs]))
-        result = CONFIRMED if clear else UNTESTED if weak else REFUTED
+        result = CONFIRMED if higher and not contrary else UNTESTED if weak else REFUTED
         return self._say(claim, panel, [ours, theirs], text, result)
 
     def not_worse(self, panel: Panel, method: str, other: str) -> Verdict:
@@ -259,10 +271,14 @@ class _Stream:
         ours, theirs = self._group(panel, method), self._group(panel, other)
         if ours is None or theirs is None or difference(ours, theirs).n < 2:
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
-        gap = difference(ours, theirs)
-        fine = gap.value >= -max(SLACK, CLEAR * gap.se) and _risk(ours) <= _risk(theirs)
+        gap, risk = difference(ours, theirs), _risk(ours, theirs)
         text = f"{_ends(ours)}, {_ends(theirs)} ({_sigmas(gap.value, gap.se)})"
-        return self._say(claim, panel, [ours, theirs], text, CONFIRMED if fine else REFUTED)
+        near = _small(numbers.Mean(-gap.value, gap.se, gap.n), paired_gaps(theirs, ours))
+        if near is False or risk.low > 0:
+            return self._say(claim, panel, [ours, theirs], text, REFUTED)
+        if near is None or risk.value > 0 or not self._learned(theirs):
+            return self._say(claim, panel, [ours, theirs], f"{text}; {self._doubt(theirs)}", UNTESTED)
+        return self._say(claim, panel, [ours, theirs], text, CONFIRMED)
 
     def near_backprop(self, panel: Panel) -> Verdict:
         claim = "With ReLU, loss gradient ends nearer to backprop than to GXD"
@@ -279,9 +295,34 @@ class _Stream:
     def _group(self, panel: Panel, method: str) -> Group | None:
         return self.panels.get(panel, {}).get(method)
 
+    def _survival(self, ours: Group, theirs: Group, text: str) -> tuple[str, str]:
+        """Too few lived to compare accuracies. Divergence decides, unless those that did live speak against it."""
+        risk = _risk(ours, theirs)
+        gap = ours.last().value - theirs.last().value  # NaN, which contradicts nothing, if none of a side lived
+        if risk.high < 0 and self._learned(ours) and not gap < 0:
+            return text, CONFIRMED
+        if risk.low > 0 and self._learned(theirs) and not gap > 0:
+            return text, REFUTED
+        return f"{text}; undecided", UNTESTED
+
+    def _kept(self, group: Group) -> bool | None:
+        """Whether a method kept its plasticity; None where the numbers leave it open, or it never had any."""
+        if group.diverged:
+            return False
+        drops = group.drops()
+        kept = _small(numbers.mean(drops), drops)
+        return None if kept and not self._learned(group) else kept
+
+    def _learned(self, group: Group) -> bool:
+        finals = group.finals().values()
+        return bool(finals) and min(finals) > LEARNED[self.experiment]
+
+    def _doubt(self, group: Group) -> str:
+        return "undecided" if self._learned(group) else "undecided: not clearly above chance"
+
     def _nothing_to_rescue(self, panel: Panel) -> bool:
         backprop = self._group(panel, "backprop")
-        return backprop is not None and not backprop.diverged and backprop.drop().n > 0 and _kept(backprop.drop())
+        return backprop is not None and self._kept(backprop) is True
 
     def _short(self, members: Sequence[Group]) -> bool:
         return min(group.tasks for group in members) < paper.TASKS.get(self.experiment, 0) / 2
@@ -297,12 +338,16 @@ class _Stream:
         return Verdict(claim, self.experiment, panel_label(panel), scale, evidence, result)
 
 
-def _kept(drop: numbers.Mean) -> bool:
-    return drop.value <= max(SLACK, CLEAR * drop.se)
+def _small(lost: numbers.Mean, by_seed: Collection[float]) -> bool | None:
+    """Whether a loss of accuracy is within ``SLACK``: only if it clearly is or is not. Noise makes it None."""
+    if (by_seed and max(by_seed) <= SLACK) or lost.value + CLEAR * lost.se <= SLACK:
+        return True
+    return False if lost.value - CLEAR * lost.se > SLACK else None
 
 
-def _risk(group: Group) -> float:
-    return len(group.diverged) / len(group.settled)
+def _risk(ours: Group, theirs: Group) -> numbers.Interval:
+    """How much more often ``ours`` diverges."""
+    return numbers.rate_difference(len(ours.diverged), len(ours.settled), len(theirs.diverged), len(theirs.settled))
 
 
 def _span(group: Group) -> str:
