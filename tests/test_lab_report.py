@@ -298,6 +298,32 @@ def test_a_run_under_way_counts_in_no_number_and_is_named_as_missing(tmp_path):
     assert "seed 1 at task 7 of 40" in page and "Figure" not in page
 
 
+def test_while_runs_are_under_way_the_rate_of_divergence_is_of_all_that_were_started(tmp_path):
+    write_lasts(tmp_path, "backprop", [0.1] * 3)
+    for seed in range(10):
+        dies = {"diverged_at": 20} if seed < 2 else {"stop_at": 180}
+        write_run(tmp_path, activation="silu", seed=seed, **dies)
+        write_run(tmp_path, activation="silu", seed=seed, compensate=False)
+    panels = panels_of(tmp_path)
+    rows = tables.summary("permuted-digits", panels).rows
+    assert [row[-2].text for row in rows] == ["0/3 [0, 56] %", "2/10 [6, 51] % so far"]
+    line = evidence.curve(panels["silu", False]["gxd"])
+    assert line is not None and line.label == "8/10 alive so far"
+    judged = judge(tmp_path)
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
+    assert ruling(judged, "GXD keeps its plasticity", "SiLU").scale == "runs under way"
+    asked = questions.compensation(digest.collect([tmp_path]).runs)
+    assert asked.table.rows[0][1].text.endswith("so far") and asked.table.rows[0][-1].text == "open"
+    assert "stays open" in asked.answers[0]
+
+
+def test_a_claim_waits_for_the_backprop_it_is_measured_against(tmp_path):
+    write_lasts(tmp_path, "gxd", [0.9, 0.9])
+    write_lasts(tmp_path, "backprop", [0.1])
+    write_run(tmp_path, method="backprop", activation="silu", seed=1, stop_at=30)
+    assert ruling(judge(tmp_path), "GXD keeps its plasticity", "SiLU").evidence.endswith("backprop is under way")
+
+
 # --- which runs a figure shows ----------------------------------------------------------------------------------------
 
 

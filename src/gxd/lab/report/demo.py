@@ -119,7 +119,9 @@ def _table(groups: dict[str, Group]) -> tables.Table:
                 tables.Cell(tables.plus_minus(group.last()), "", "best" if lasts.get(name) == best else ""),
                 tables.Cell(tables.plus_minus(dormant)),
                 tables.Cell(tables.plus_minus(rank, scale=1.0)),
-                tables.Cell(f"{len(group.diverged)}/{len(group.settled)}", "", "bad" if group.diverged else ""),
+                tables.Cell(
+                    f"{len(group.diverged)}/{len(group.runs)}{group.so_far}", "", "bad" if group.diverged else ""
+                ),
             ]
         )
     return table
@@ -138,7 +140,7 @@ def _seen(groups: dict[str, Group]) -> str:
         else:
             text = paper.method_label(name)
         if group.diverged:
-            text += f" ({len(group.diverged)} of {len(group.settled)} runs diverged)"
+            text += f" ({len(group.diverged)} of {len(group.runs)} runs diverged{group.so_far})"
         if group.settled:
             said.append(text)
     return "Test accuracy from the first to the last tasks: " + "; ".join(said) + "." if said else "No run is complete."

@@ -16,7 +16,9 @@ Panel = tuple[str, bool]  # activation, with LayerNorm
 
 @dataclass(frozen=True)
 class Group:
-    """The seeds of one setting. Numbers come from settled runs; those under way are only counted."""
+    """The seeds of one setting. Accuracies come from settled runs, rates of divergence from all that were started:
+    a run that diverges is settled early, so among the settled ones alone there would be too many.
+    """
 
     runs: tuple[Run, ...]
 
@@ -40,6 +42,16 @@ class Group:
     def settled(self) -> tuple[Run, ...]:
         """Runs that are complete or have diverged."""
         return tuple(run for run in self.runs if run.status in SETTLED)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no run is under way."""
+        return len(self.settled) == len(self.runs)
+
+    @property
+    def so_far(self) -> str:
+        """What to write behind a rate of divergence that may still grow."""
+        return "" if self.complete else " so far"
 
     @property
     def diverged(self) -> tuple[Run, ...]:
@@ -72,7 +84,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over tasks: mean and SE over the runs alive at each point, and how many of ``n`` these are."""
+    """A metric over tasks: mean and SE over the runs alive at each point, and how many of ``n`` these are.
+
+    ``n`` are the runs that were drawn; ``under_way`` are left out for now.
+    """
 
     x: tuple[float, ...]
     mean: tuple[float, ...]
@@ -82,11 +97,15 @@ class Curve:
     deaths: tuple[float, ...]  # where on x a run diverged
     living: int  # runs that reached the end
     tasks: int  # that were planned
+    under_way: int = 0
 
     @property
     def label(self) -> str:
         """Empty, or for example "3/5 alive"."""
-        return "" if self.living == self.n else f"{self.living}/{self.n} alive"
+        if self.living == self.n:
+            return ""
+        alive = f"{self.living + self.under_way}/{self.n + self.under_way} alive"
+        return f"{alive} so far" if self.under_way else alive
 
 
 def groups(runs: Iterable[Run]) -> list[Group]:
@@ -166,6 +185,7 @@ def curve(
         tuple(float(run.diverged_at) for run in dead if run.diverged_at is not None),
         len(lines) - len(dead),
         max(run.planned for run, _ in lines),
+        len(group.runs) - len(runs),
     )
 
 

@@ -15,6 +15,7 @@ ENOUGH_SEEDS = 10
 
 
 MORE, LESS, OPEN = "more", "less", "open"
+UNDER_WAY = "runs under way"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def _question(
     command: str,
 ) -> Question:
     pairs = [pair for pair in pairs if pair[0].settled and pair[1].settled]
-    enough = [pair for pair in pairs if min(len(group.settled) for group in pair) >= ENOUGH_SEEDS]
-    left_out = f" {len(pairs) - len(enough)} settings with fewer than {ENOUGH_SEEDS} seeds are left out."
+    enough = [pair for pair in pairs if not _unfit(pair)]
+    left_out = f" {len(pairs) - len(enough)} settings with fewer than {ENOUGH_SEEDS} complete seeds are left out."
     caption = left_out if enough and len(enough) < len(pairs) else ""
     pairs = enough or pairs
     table = Table(
@@ -87,25 +88,26 @@ def _question(
         rates = f"lr {short(config.get('lr'))}, rate {short(config.get('rate'))}"
         note = f"{paper.EXPERIMENTS.get(experiment, experiment)}, {ours.tasks} tasks"
         note += "" if name == "compensation" or ours.compensates else ", no compensation"
-        dead, n = len(ours.diverged), len(ours.settled)
-        dead0, n0 = len(theirs.diverged), len(theirs.settled)
+        dead, n = len(ours.diverged), len(ours.runs)
+        dead0, n0 = len(theirs.diverged), len(theirs.runs)
         gap = numbers.rate_difference(dead, n, dead0, n0)
         a, b = ours.finals(), theirs.finals()
         common = sorted(a.keys() & b.keys())
         change = numbers.paired([a[seed] for seed in common], [b[seed] for seed in common])
-        if min(n, n0) >= ENOUGH_SEEDS:
+        unfit = _unfit((ours, theirs))
+        if not unfit:
             tally["divergence", _side(gap)] += 1
             tally["accuracy", _side(change)] += 1
         table.rows.append(
             [
                 Cell(f"{method}{panel_label(ours.panel)}, {rates}", note),
-                Cell(rate(dead, n), "", "bad" if dead else ""),
-                Cell(rate(dead0, n0), "", "bad" if dead0 else ""),
+                Cell(rate(dead, n) + ours.so_far, "", "bad" if dead else ""),
+                Cell(rate(dead0, n0) + theirs.so_far, "", "bad" if dead0 else ""),
                 Cell(points(gap, 0)),
                 Cell(plus_minus(ours.last())),
                 Cell(plus_minus(theirs.last())),
                 Cell(points(change), f"{len(common)} pairs"),
-                Cell(_follows(gap, change), "" if min(n, n0) >= ENOUGH_SEEDS else f"fewer than {ENOUGH_SEEDS} seeds"),
+                Cell("open" if unfit == UNDER_WAY else _follows(gap, change), unfit),
             ]
         )
         table.records.append(
@@ -128,6 +130,15 @@ def _question(
             }
         )
     return Question(title, table, [_summary(subject, tally)] if pairs else [], "" if pairs else command)
+
+
+def _unfit(pair: tuple[Group, Group]) -> str:
+    """Why a pair does not count, or nothing. Of runs under way too few have diverged yet, or only those that have
+    are settled: the rates say nothing.
+    """
+    if not all(group.complete for group in pair):
+        return UNDER_WAY
+    return f"fewer than {ENOUGH_SEEDS} seeds" if min(len(group.runs) for group in pair) < ENOUGH_SEEDS else ""
 
 
 def _side(interval: numbers.Interval) -> str:

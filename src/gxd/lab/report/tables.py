@@ -231,9 +231,9 @@ def summary(experiment: str, panels: Mapping[Panel, Mapping[str, Group]]) -> Tab
         f"{experiment}-summary",
         f"{paper.EXPERIMENTS.get(experiment, experiment)}: the first and the last tasks",
         f"Test accuracy in % (mean ± SE over the living runs), over the first and the last {span} tasks (a quarter "
-        "of a run shorter than 150 tasks). A diverged run counts in the last columns only: the rate with Wilson's "
-        "95 % interval, and after how many tasks it happened. Bold: the best of each activation among methods "
-        "without a diverged run.",
+        "of a run shorter than 150 tasks). A diverged run counts in the last columns only: the rate among all runs "
+        "started, with Wilson's 95 % interval, and after how many tasks it happened. Bold: the best of each "
+        "activation among methods without a diverged run.",
         [
             "Activation",
             "Method",
@@ -264,11 +264,11 @@ def summary(experiment: str, panels: Mapping[Panel, Mapping[str, Group]]) -> Tab
                     Cell(plus_minus(last), "", "best" if last.value == best and not died else ""),
                     Cell(str(group.tasks)),
                     Cell(str(len(group.settled)), f"{running} not complete" if running else ""),
-                    Cell(rate(len(died), len(group.settled)), "", "bad" if died else ""),
+                    Cell(rate(len(died), len(group.runs)) + group.so_far, "", "bad" if died else ""),
                     Cell(", ".join(map(str, died)) or "–"),
                 ]
             )
-            interval = numbers.wilson(len(died), len(group.settled))
+            interval = numbers.wilson(len(died), len(group.runs))
             table.records.append(
                 {
                     "activation": panel[0],
@@ -282,6 +282,7 @@ def summary(experiment: str, panels: Mapping[Panel, Mapping[str, Group]]) -> Tab
                     "last_se": _number(last.se),
                     "tasks": group.tasks,
                     "seeds": " ".join(str(run.seed) for run in group.settled),
+                    "started": len(group.runs),
                     "diverged": len(died),
                     "diverged_low": _number(interval.low),
                     "diverged_high": _number(interval.high),
@@ -329,7 +330,7 @@ def all_settings(collection: Collection) -> Table:
                 Cell(str(group.tasks)),
                 Cell(plus_minus(group.last())),
                 Cell(_seeds(group.runs), f"{unfinished} not complete" if unfinished else ""),
-                Cell(f"{len(group.diverged)}/{len(group.settled)}", "", "bad" if group.diverged else ""),
+                Cell(f"{len(group.diverged)}/{len(group.runs)}{group.so_far}", "", "bad" if group.diverged else ""),
                 Cell(run.key),
             ]
         )

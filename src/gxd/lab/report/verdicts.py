@@ -27,9 +27,9 @@ RULES = (
     f"tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged like “keeps”. A method that "
     "diverged more often than the other is never the better one. Where fewer than two runs of a method lived, "
     "divergence decides, if Newcombe's 95 % interval of the difference of the rates leaves out 0 and the accuracies "
-    f"of those that lived do not contradict. “{UNTESTED}”: no runs, fewer than two seeds, numbers that leave it "
-    "undecided, nothing to rescue because backprop kept its plasticity, or no clear difference in less than half of "
-    "the paper's training."
+    f"of those that lived do not contradict. “{UNTESTED}”: no runs, fewer than two seeds, runs under way, numbers "
+    "that leave it undecided, nothing to rescue because backprop kept its plasticity, or no clear difference in "
+    "less than half of the paper's training."
 )
 
 Panels = Mapping[Panel, Mapping[str, Group]]
@@ -227,31 +227,31 @@ class _Stream:
     def keeps(self, panel: Panel, method: str, *, alone: bool = False) -> Verdict:
         claim = f"{paper.method_label(method)} keeps its plasticity"
         group = self._group(panel, method)
-        if group is None or len(group.settled) < 2:
+        if group is None or not _ready(group):
             return self._say(claim, panel, [group], "–", UNTESTED)
         kept = self._kept(group)
         if kept is None:
             return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
-        if kept and not alone and self._nothing_to_rescue(panel):
-            return self._say(claim, panel, [group], f"{_span(group)}; backprop kept it too", UNTESTED)
+        if kept and not alone and (reason := self._nothing_to_rescue(panel)):
+            return self._say(claim, panel, [group], f"{_span(group)}; {reason}", UNTESTED)
         return self._say(claim, panel, [group], _span(group), CONFIRMED if kept else REFUTED)
 
     def degrades(self, panel: Panel, method: str) -> Verdict:
         claim = f"{paper.method_label(method)} loses plasticity or becomes unstable"
         group = self._group(panel, method)
-        if group is None or len(group.settled) < 2:
+        if group is None or not _ready(group):
             return self._say(claim, panel, [group], "–", UNTESTED)
         kept = self._kept(group)
         if kept is None:
             return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
-        weak = kept and (self._nothing_to_rescue(panel) or self._short([group]))
+        weak = kept and (bool(self._nothing_to_rescue(panel)) or self._short([group]))
         return self._say(claim, panel, [group], _span(group), UNTESTED if weak else REFUTED if kept else CONFIRMED)
 
     def beats(self, panel: Panel, winner: str, loser: str, *, rescue: bool = True) -> Verdict:
         """``rescue``: the claim is about methods that save a network, so there must be something to save it from."""
         claim = f"{paper.method_label(winner)} ends higher than {paper.method_label(loser)}"
         ours, theirs = self._group(panel, winner), self._group(panel, loser)
-        if ours is None or theirs is None or len(ours.settled) < 2 or len(theirs.settled) < 2:
+        if ours is None or theirs is None or not _ready(ours, theirs):
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
         gap, risk = difference(ours, theirs), _risk(ours, theirs)
         text = f"{_ends(ours)}, {_ends(theirs)}"
@@ -262,14 +262,15 @@ class _Stream:
         if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
             return self._say(claim, panel, [ours, theirs], f"{text}; undecided", UNTESTED)
         contrary = lower or risk.low > 0
-        weak = not contrary and ((rescue and self._nothing_to_rescue(panel)) or self._short([ours, theirs]))
+        idle = rescue and bool(self._nothing_to_rescue(panel))
+        weak = not contrary and (idle or self._short([ours, theirs]))
         result = CONFIRMED if higher and not contrary else UNTESTED if weak else REFUTED
         return self._say(claim, panel, [ours, theirs], text, result)
 
     def not_worse(self, panel: Panel, method: str, other: str) -> Verdict:
         claim = f"With ReLU, {paper.method_label(method)} ends as high as {paper.method_label(other)}"
         ours, theirs = self._group(panel, method), self._group(panel, other)
-        if ours is None or theirs is None or difference(ours, theirs).n < 2:
+        if ours is None or theirs is None or not _ready(ours, theirs) or difference(ours, theirs).n < 2:
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
         gap, risk = difference(ours, theirs), _risk(ours, theirs)
         text = f"{_ends(ours)}, {_ends(theirs)} ({_sigmas(gap.value, gap.se)})"
@@ -283,7 +284,7 @@ class _Stream:
     def near_backprop(self, panel: Panel) -> Verdict:
         claim = "With ReLU, loss gradient ends nearer to backprop than to GXD"
         members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd")]
-        here = [group for group in members if group is not None and group.last().n > 1]
+        here = [group for group in members if group is not None and _ready(group) and group.last().n > 1]
         if len(here) < 3:
             return self._say(claim, panel, members, "–", UNTESTED)
         loss, back, gxd = (group.last().value for group in here)
@@ -320,20 +321,27 @@ class _Stream:
     def _doubt(self, group: Group) -> str:
         return "undecided" if self._learned(group) else "undecided: not clearly above chance"
 
-    def _nothing_to_rescue(self, panel: Panel) -> bool:
+    def _nothing_to_rescue(self, panel: Panel) -> str:
+        """Why a method cannot show here that it saves a network, or nothing."""
         backprop = self._group(panel, "backprop")
-        return backprop is not None and self._kept(backprop) is True
+        if backprop is None:
+            return ""
+        if not backprop.complete:
+            return "backprop is under way"
+        return "backprop kept it too" if self._kept(backprop) else ""
 
     def _short(self, members: Sequence[Group]) -> bool:
         return min(group.tasks for group in members) < paper.TASKS.get(self.experiment, 0) / 2
 
     def _say(self, claim: str, panel: Panel, members: Sequence[Group | None], evidence: str, result: str) -> Verdict:
-        here = [group for group in members if group is not None and group.settled]
+        here = [group for group in members if group is not None and group.runs]
         scale = "no runs"
-        if len(here) == len(members):
+        if not all(group.complete for group in here):
+            scale = "runs under way"
+        elif len(here) == len(members):
             tasks, full = min(group.tasks for group in here), paper.TASKS.get(self.experiment, 0)
             of = f" of {full}" if tasks < full else ""
-            seeds = min(len(group.settled) for group in here)
+            seeds = min(len(group.runs) for group in here)
             scale = f"{tasks}{of} tasks, {seeds} seed{'s' if seeds != 1 else ''}"
         return Verdict(claim, self.experiment, panel_label(panel), scale, evidence, result)
 
@@ -345,9 +353,14 @@ def _small(lost: numbers.Mean, by_seed: Collection[float]) -> bool | None:
     return False if lost.value - CLEAR * lost.se > SLACK else None
 
 
+def _ready(*members: Group) -> bool:
+    """Whether there is something to judge: two seeds or more, and none under way, for those that diverge end first."""
+    return all(group.complete and len(group.runs) >= 2 for group in members)
+
+
 def _risk(ours: Group, theirs: Group) -> numbers.Interval:
     """How much more often ``ours`` diverges."""
-    return numbers.rate_difference(len(ours.diverged), len(ours.settled), len(theirs.diverged), len(theirs.settled))
+    return numbers.rate_difference(len(ours.diverged), len(ours.runs), len(theirs.diverged), len(theirs.runs))
 
 
 def _span(group: Group) -> str:
@@ -359,7 +372,7 @@ def _ends(group: Group) -> str:
 
 
 def _dead(group: Group) -> str:
-    return f" ({len(group.diverged)}/{len(group.settled)} diverged)" if group.diverged else ""
+    return f" ({len(group.diverged)}/{len(group.runs)} diverged)" if group.diverged else ""
 
 
 def _sigmas(value: float, se: float) -> str:
