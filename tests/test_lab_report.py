@@ -342,6 +342,59 @@ def test_the_candidates_of_a_sweep_give_way_to_the_final_runs(tmp_path):
     assert [(run.seed, run.planned) for run in group.runs] == [(0, 40), (1, 40)]
 
 
+def test_methods_that_were_trained_in_different_settings_are_not_compared(tmp_path):
+    for seed in range(3):
+        at = {"activation": "silu", "seed": seed, "tasks": 20}
+        for method in ("backprop", "loss_gradient", "gxi"):
+            write_run(tmp_path, method=method, last=0.2, **at)
+        write_run(tmp_path, method="gxd", **{**at, "tasks": 40}, width=128, epochs=3)
+        write_run(tmp_path, method="contribution", **at, maturity=7)
+    panels = panels_of(tmp_path)
+    assert list(panels["silu", False]) == ["backprop", "loss_gradient", "gxi"]
+    judged = judge(tmp_path)
+    assert verdict(judged, "GXD ends higher than GXI", "SiLU") == verdicts.UNTESTED
+    assert ruling(judged, "GXD ends higher than GXI", "SiLU").scale == "no runs to compare"
+    left = evidence.left_out(digest.collect([tmp_path]).runs, panels)
+    assert {method: fields for _, method, fields in left} == {
+        "gxd": ["epochs", "tasks", "width"],
+        "contribution": ["maturity"],
+    }
+
+
+def test_rates_that_were_chosen_for_each_method_do_not_part_them(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path, method="backprop", seed=seed, tasks=20, lr=0.05)
+        for method, lr, rate in (("gxd", 0.1, 1e-3), ("contribution", 0.2, 1e-4)):
+            write_run(tmp_path, method=method, seed=seed, tasks=20, lr=lr, rate=rate, maturity=7)
+    assert list(panels_of(tmp_path)["relu", False]) == ["backprop", "contribution", "gxd"]
+
+
+def test_final_runs_go_before_the_grid_and_a_stress_test_even_while_some_are_to_come(tmp_path):
+    methods = ("backprop", "contribution", "loss_gradient", "gxi", "gxd", "gxd_sketch")
+    for method in methods:
+        for lr in (0.05, 0.1):
+            write_run(tmp_path / "main", method=method, activation="silu", lr=lr, seed=100, tasks=20)
+    for method in methods[2:]:  # the first ones are still to come
+        for seed in range(2):
+            write_run(tmp_path / "main", method=method, activation="silu", lr=0.1, seed=seed, tasks=40)
+    for method in ("gxd", "gxd_sketch"):
+        for seed in range(10):
+            write_run(tmp_path / "stress", method=method, activation="silu", lr=0.25, seed=seed, tasks=20)
+    shown = panels_of(tmp_path)["silu", False]
+    assert list(shown) == list(methods[2:]) and {group.tasks for group in shown.values()} == {40}
+
+
+def test_a_difference_to_backprop_is_taken_task_by_task(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path, "cifar100", method="backprop", seed=seed, tasks=60, first=0.5, last=0.9, noise=0.0)
+        write_run(tmp_path, "cifar100", method="gxd", seed=seed, tasks=400, first=0.5, last=0.9, noise=0.0)
+    runs = digest.collect([tmp_path]).runs
+    short, long = sorted(evidence.groups(runs), key=lambda group: group.tasks)
+    assert evidence.curve(long, baseline=short) is None
+    same = evidence.curve(long, baseline=long)
+    assert same is not None and set(same.mean) == {0.0}
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gxd.lab.config import RESETS
 from gxd.lab.report import numbers, paper
-from gxd.lab.report.digest import SETTLED, Assay, Run, identity
+from gxd.lab.report.digest import NEUTRAL, SETTLED, Assay, Run, identity
 
 Panel = tuple[str, bool]  # activation, with LayerNorm
+# What may differ between methods that are compared: it is chosen for each of them, or of no consequence.
+CHOSEN = ("method", "lr", "rate", "compile")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,19 @@ class Group:
         """Activation, and whether there is LayerNorm."""
         config = self.runs[0].config
         return str(config.get("activation", "?")), bool(config.get("layer_norm", False))
+
+    @property
+    def training(self) -> str:
+        """What is trained and how: methods that differ in this are not comparable."""
+        return identity(self.runs[0].config, (*CHOSEN, *RESETS))
+
+    @property
+    def resetting(self) -> str:
+        """How units are reset, beside the rate; empty for backprop, which resets none."""
+        config = self.runs[0].config
+        if self.method == "backprop":
+            return ""
+        return identity({name: config.get(name) for name in RESETS}, CHOSEN)
 
     @property
     def compensates(self) -> bool:
@@ -117,28 +133,64 @@ def groups(runs: Iterable[Run]) -> list[Group]:
 
 
 def shown(runs: Sequence[Run]) -> dict[Panel, dict[str, Group]]:
-    """One setting per method and panel, for one experiment.
+    """One setting per method and panel, for one experiment; in a panel all were trained alike.
 
-    Candidates compensate as the paper does. In each panel the study with the most methods goes first (a stress test of
-    two methods must not replace them in a comparison of eight); then more tasks, more seeds, higher final accuracy.
+    Candidates compensate as the paper does. Where a panel has runs of several networks, lengths or the like, the family
+    with the most methods on two seeds is shown, then with more tasks; in it, of several learning or replacement rates
+    of a method, those with more seeds, then with higher final accuracy. Before all this comes the study with the most
+    methods: a stress test of two must not replace them in a comparison of eight.
     """
     candidates = [group for group in groups(runs) if group.compensates]
     studies: dict[tuple[Panel, str], set[str]] = defaultdict(set)
     for group in candidates:
         studies[group.panel, group.runs[0].study].add(group.method)
 
+    def coverage(group: Group) -> int:
+        return len(studies[group.panel, group.runs[0].study])
+
     def merit(group: Group) -> tuple[float, ...]:
         final = group.last().value
-        coverage = len(studies[group.panel, group.runs[0].study])
-        return coverage, group.tasks, len(group.settled), len(group.runs), final if math.isfinite(final) else -1.0
+        return coverage(group), len(group.settled), len(group.runs), final if math.isfinite(final) else -1.0
 
-    chosen: dict[Panel, dict[str, Group]] = defaultdict(dict)
-    for group in sorted(candidates, key=merit):
-        chosen[group.panel][group.method] = group
-    return {
-        panel: dict(sorted(methods.items(), key=lambda item: paper.method_order(item[0])))
-        for panel, methods in sorted(chosen.items(), key=lambda item: _panel_order(item[0]))
-    }
+    def weight(family: Sequence[Group]) -> tuple[int, ...]:
+        repeated = {group.method for group in family if len(group.runs) > 1}
+        methods, tasks = {group.method for group in family}, max(group.tasks for group in family)
+        return max(map(coverage, family)), len(repeated), tasks, len(methods), sum(len(group.runs) for group in family)
+
+    chosen = {}
+    for panel in sorted({group.panel for group in candidates}, key=_panel_order):
+        family = max(_families([group for group in candidates if group.panel == panel]), key=weight)
+        best = {group.method: group for group in sorted(family, key=merit)}
+        chosen[panel] = dict(sorted(best.items(), key=lambda item: paper.method_order(item[0])))
+    return chosen
+
+
+def left_out(runs: Sequence[Run], panels: Mapping[Panel, Mapping[str, Group]]) -> list[tuple[Panel, str, list[str]]]:
+    """Methods that a panel does not show because they were trained otherwise, and the settings in which they were."""
+    found = {}
+    for group in groups(runs):
+        here = panels.get(group.panel, {})
+        if group.compensates and here and group.method not in here:
+            nearest = max(here.values(), key=lambda other: other.method != "backprop")  # it has no reset settings
+            found[group.panel, group.method] = _differing(group, nearest)
+    return [(panel, method, fields) for (panel, method), fields in found.items()]
+
+
+def _differing(group: Group, other: Group) -> list[str]:
+    ours, theirs = group.runs[0].config, other.runs[0].config
+    free = {*CHOSEN, *NEUTRAL, *(RESETS if "backprop" in (group.method, other.method) else ())}
+    return [name for name in sorted({*ours, *theirs} - free) if ours.get(name) != theirs.get(name)]
+
+
+def _families(candidates: Sequence[Group]) -> list[list[Group]]:
+    """The groups that may stand side by side. Backprop belongs to all families that train as it does."""
+    found: dict[tuple[str, str], list[Group]] = defaultdict(list)
+    for group in candidates:
+        found[group.training, group.resetting].append(group)
+    return [
+        members if not resetting else [*members, *found.get((training, ""), ())]
+        for (training, resetting), members in found.items()
+    ]
 
 
 def curve(
@@ -146,18 +198,20 @@ def curve(
 ) -> Curve | None:
     """The curve of a metric, or None without data.
 
-    ``smooth`` is a moving average over so many tasks. ``baseline`` is subtracted, seed by seed; seeds that it lacks are
-    left out. Runs that are still under way are used only if no run is settled, and then to where all of them are.
+    ``smooth`` is a moving average over so many tasks. ``baseline`` is subtracted, seed by seed; seeds that it lacks, or
+    has in another length, are left out: their blocks are of other tasks. Runs that are still under way are used only if
+    no run is settled, and then to where all of them are.
     """
     runs = group.settled or group.runs
     lines: list[tuple[Run, tuple[float, ...]]] = []
-    theirs = {run.seed: run.blocks(metric) for run in (baseline.settled or baseline.runs)} if baseline else {}
+    theirs = {run.seed: run for run in (baseline.settled or baseline.runs)} if baseline else {}
     for run in runs:
         values = run.blocks(metric)
         if baseline is not None:
-            if run.seed not in theirs:
+            other = theirs.get(run.seed)
+            if other is None or (other.block, other.planned) != (run.block, run.planned):
                 continue
-            values = tuple(a - b for a, b in zip(values, theirs[run.seed], strict=False))
+            values = tuple(a - b for a, b in zip(values, other.blocks(metric), strict=False))
         lines.append((run, moving_average(values, max(1, smooth // run.block))))
     lines = [(run, values) for run, values in lines if values or run.diverged_at is not None]
     if not any(values for _, values in lines):

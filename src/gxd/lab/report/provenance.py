@@ -11,7 +11,7 @@ from typing import Any
 from gxd.lab.errors import UserError
 from gxd.lab.report import paper
 from gxd.lab.report.digest import Assay, Collection, Run
-from gxd.lab.report.evidence import AssayColumn, Group, Panel, groups
+from gxd.lab.report.evidence import AssayColumn, Group, Panel, groups, left_out
 from gxd.lab.report.figures import Picture
 from gxd.lab.report.tables import Cell, Table, panel_label, settings_table
 
@@ -112,6 +112,11 @@ def missing(
             said.append(f"{label}: no runs.")
             continue
         every = [group for methods in here.values() for group in methods.values()]
+        for panel, method, fields in left_out([run for run in found.runs if run.experiment == name], here):
+            said.append(
+                f"{label}, {panel_label(panel)}: {paper.method_label(method)} is not beside the others, for it was "
+                f"trained with other settings: {', '.join(fields)}."
+            )
         tasks, seeds = max(group.tasks for group in every), min(len(group.settled) for group in every)
         if name in paper.TASKS and tasks < paper.TASKS[name]:
             said.append(f"{label}: {tasks} of the paper's {paper.TASKS[name]} tasks.")

@@ -298,8 +298,9 @@ def all_settings(collection: Collection) -> Table:
     table = Table(
         "runs",
         "Every setting found",
-        "One row per setting. The figures take one setting per method and activation: of the study (directory) that "
-        "covers most methods there, then with most tasks, most seeds, highest final accuracy.",
+        "One row per setting. The figures take one setting per method and activation, of methods that were trained "
+        "alike but for their learning and replacement rates: of the study (directory) that covers most methods there, "
+        "then with most methods on two seeds, most tasks, most seeds, highest final accuracy.",
         [
             "Study",
             "Experiment",

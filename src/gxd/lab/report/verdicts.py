@@ -335,7 +335,7 @@ class _Stream:
 
     def _say(self, claim: str, panel: Panel, members: Sequence[Group | None], evidence: str, result: str) -> Verdict:
         here = [group for group in members if group is not None and group.runs]
-        scale = "no runs"
+        scale = "no runs to compare" if here else "no runs"
         if not all(group.complete for group in here):
             scale = "runs under way"
         elif len(here) == len(members):
