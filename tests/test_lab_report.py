@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,7 +18,7 @@ pytest.importorskip("jinja2")
 
 from gxd.lab import cli, config
 from gxd.lab.errors import UserError
-from gxd.lab.report import demo_page, digest, evidence, numbers, paper, questions, tables, verdicts
+from gxd.lab.report import demo_page, digest, evidence, numbers, paper, provenance, questions, tables, verdicts
 from gxd.lab.report.build import report
 
 VERSIONS = {"gxd": "0.1.0", "torch": "2.13.0", "python": "3.12.0", "commit": "0123abc"}
@@ -260,6 +261,71 @@ def test_paths_of_the_machine_stay_out_of_the_digest(tmp_path):
     (directory / "config.json").write_text(json.dumps(record))
     report([tmp_path / "runs"], tmp_path / "out")
     assert "private" not in (tmp_path / "out" / "digest.jsonl").read_text()
+
+
+def write_digest(directory: Path, *runs: digest.Run) -> Path:
+    """A digest of these runs, as a report leaves it."""
+    directory.mkdir(parents=True)
+    digest.write(digest.Collection(list(runs)), directory, {id(run) for run in runs})
+    return directory
+
+
+def test_of_two_copies_of_a_run_the_newer_counts_wherever_it_stands(tmp_path):
+    done = digest.read_run(write_run(tmp_path / "runs", tasks=160))
+    running = write_digest(tmp_path / "old", replace(done, status="running"))
+    shorter = {name: values[:70] for name, values in done.series.items()}
+    stale = write_digest(tmp_path / "older", replace(done, status="running", tasks=139, series=shorter))
+    for order in ([running, tmp_path / "runs"], [tmp_path / "runs", running], [stale, tmp_path / "runs"]):
+        (run,) = digest.collect(order).runs
+        assert (run.status, run.tasks) == ("done", 160)
+
+
+def test_two_copies_of_a_run_that_contradict_each_other_are_an_error_that_names_both(tmp_path):
+    run = digest.read_run(write_run(tmp_path / "runs", tasks=20))
+    other = {**run.series, "test_accuracy": (0.5, *run.series["test_accuracy"][1:])}
+    one, two = write_digest(tmp_path / "one", run), write_digest(tmp_path / "two", replace(run, series=other))
+    with pytest.raises(UserError, match=r"two/digest\.jsonl and .*one/digest\.jsonl have different numbers"):
+        digest.collect([one, two])
+    dead = write_digest(tmp_path / "dead", replace(run, status="diverged", diverged_at=10, tasks=10))
+    with pytest.raises(UserError, match="different numbers"):
+        digest.collect([dead, one])
+
+
+def test_a_complete_run_that_lost_lines_is_an_error_that_says_what_to_do(tmp_path, capsys):
+    for seed, ending in enumerate(({}, {"diverged_at": 9})):
+        directory = write_run(tmp_path, tasks=20, seed=seed, **ending)
+        lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (directory / "metrics.jsonl").write_text("".join(lines[:-3]))
+        with pytest.raises(UserError, match=rf"seed{seed} has \d+ of the \d+ lines .* remove the directory"):
+            digest.read_run(directory)
+    assert cli.main(["run", "permuted-digits", "--tasks", "20", "--out", str(tmp_path)]) == 2
+    assert "has lost lines: delete" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_digest_is_not_for_the_user_to_remove(tmp_path, capsys):
+    (tmp_path / "ok.py").write_text("print('mine')\n")
+    assert cli.main(["report", str(tmp_path / "ok.py"), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "ok.py, line 1" in said and "no digest" in said and "remove" not in said
+
+
+def test_versions_say_that_the_code_was_changed_and_with_what_a_run_went_on(tmp_path):
+    commit = 40 * "a"
+    for seed, more in enumerate(({}, {"resumed": [{**VERSIONS, "commit": f"{commit}-dirty", "torch": "2.14.0"}]})):
+        directory = write_run(tmp_path / "runs", tasks=8, seed=seed)
+        record = json.loads((directory / "config.json").read_text())
+        record["versions"]["commit"] = f"{commit}-dirty"
+        (directory / "config.json").write_text(json.dumps({**record, **more}))
+    found = digest.collect([tmp_path / "runs"])
+    again = digest.collect([write_digest(tmp_path / "out", *found.runs)])
+    assert again.runs == found.runs
+    for collection in (found, again):
+        records = provenance.versions(collection).records
+        assert {(row["torch"], row["commit"]) for row in records} == {
+            ("2.13.0", "aaaaaaaaaaaa-dirty"),
+            ("2.13.0 → 2.14.0", "aaaaaaaaaaaa-dirty"),
+        }
+    assert "resumed" not in found.runs[0].line()  # as in the digests of before
 
 
 # --- divergence -------------------------------------------------------------------------------------------------------

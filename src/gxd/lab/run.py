@@ -22,7 +22,7 @@ from gxd.lab.config import EXPERIMENTS, Cifar100, Experiment, PermutedDigits, Pe
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress
 from gxd.lab.steps import Step, make_step
-from gxd.lab.store import STATUS, RunDirectory, read_json, read_metrics
+from gxd.lab.store import METRICS, STATUS, RunDirectory, read_json, read_metrics
 from gxd.lab.streams import Stream, Task
 
 CHECKPOINT_EVERY = 10.0  # seconds, at least; what a kill costs. The numbers do not depend on it
@@ -380,4 +380,7 @@ def _ending(path: Path) -> str:
     status = read_json(path / STATUS)
     if status["status"] == "diverged":
         return f"diverged in task {status['task']}"
-    return f"{read_metrics(path)[-1]['test_accuracy']:.4f}"
+    lines = read_metrics(path)
+    if len(lines) != status["task"]:
+        raise UserError(f"{path / METRICS} has lost lines: delete {path}, and run it again")
+    return f"{lines[-1]['test_accuracy']:.4f}"

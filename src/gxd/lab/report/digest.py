@@ -18,9 +18,13 @@ from gxd.lab.report import paper
 WINDOW = 50  # tasks at the start and at the end that a summary averages
 POINTS = 80  # a series in a digest has about this many blocks at most
 REMEDY = "make runs with `gxd run`, `gxd sweep` or `gxd assay`"
+NO_DIGEST = "this is no digest that `gxd report` wrote; name another file, or a directory with runs"
 # What does not change the numbers of a run, and so does not separate two settings.
 NEUTRAL = {"seed", "seeds", "device", "threads", "data_dir"}
 SETTLED = ("done", "diverged")
+
+RunName = tuple[str, str, str, int]  # study, experiment, key, seed
+AssayName = tuple[tuple[str, str], str, int]  # column, key, seed
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,22 @@ class Run:
     series: Mapping[str, tuple[float, ...]]
     study: str = ""
     seconds: float | None = None
+    resumed: tuple[Mapping[str, Any], ...] = ()  # the versions it went on with, if others than it began with
 
     @property
     def seed(self) -> int:
         """The seed of the run."""
         return int(self.config.get("seed", 0))
+
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """How far it is: of two copies of a run the larger one is the newer."""
+        return self.status in SETTLED, self.tasks
+
+    @property
+    def name(self) -> RunName:
+        """What tells it from all other runs."""
+        return self.study, self.experiment, self.key, self.seed
 
     @property
     def planned(self) -> int:
@@ -80,6 +95,7 @@ class Run:
     def line(self) -> dict[str, Any]:
         """The run as one line of a digest."""
         return {
+            **({"resumed": list(self.resumed)} if self.resumed else {}),
             "experiment": self.experiment,
             "key": self.key,
             "study": self.study,
@@ -104,6 +120,12 @@ class Assay:
     status: str
     checkpoints: tuple[Mapping[str, Any], ...]
     seconds: float | None = None
+    resumed: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """How far it is: of two copies of an assay the larger one is the newer."""
+        return self.status in SETTLED, len(self.checkpoints)
 
     @property
     def seed(self) -> int:
@@ -118,9 +140,15 @@ class Assay:
             model = f"{model} on {data}"
         return model, str(self.config.get("activation", "?"))
 
+    @property
+    def name(self) -> AssayName:
+        """What tells it from all other assays."""
+        return self.column, self.key, self.seed
+
     def line(self) -> dict[str, Any]:
         """The assay as one line of a digest."""
         return {
+            **({"resumed": list(self.resumed)} if self.resumed else {}),
             "key": self.key,
             "config": dict(self.config),
             "versions": dict(self.versions),
@@ -140,30 +168,51 @@ class Collection:
 
 
 def collect(directories: Sequence[Path]) -> Collection:
-    """Read all runs and assays below ``directories``. The same run found twice counts once."""
-    runs: dict[tuple[str, str, str, int], Run] = {}
-    assays: dict[tuple[tuple[str, str], str, int], Assay] = {}
+    """Read all runs and assays below ``directories``. The same run found twice counts once: the copy that is further.
+
+    Raises :class:`UserError` if two copies contradict each other.
+    """
+    runs: dict[RunName, tuple[Run, Path]] = {}
+    assays: dict[AssayName, Assay] = {}
     for directory in directories:
         if not directory.exists():
             raise UserError(f"{directory} does not exist: {REMEDY}")
         found = 0
-        for item in _walk(directory):
+        for item, place in _walk(directory):
             found += 1
-            if isinstance(item, Run):
-                place = (item.study, item.experiment, item.key, item.seed)
-                if place not in runs or item.tasks > runs[place].tasks:
-                    runs[place] = item
-            else:
-                spot = (item.column, item.key, item.seed)
-                if spot not in assays or len(item.checkpoints) > len(assays[spot].checkpoints):
-                    assays[spot] = item
+            if isinstance(item, Assay):
+                if item.name not in assays or item.progress > assays[item.name].progress:
+                    assays[item.name] = item
+                continue
+            other, elsewhere = runs.get(item.name, (item, place))
+            if _contradict(item, other):
+                raise UserError(
+                    f"{place} and {elsewhere} have different numbers for one run ({item.experiment}, "
+                    f"{item.config.get('method')}, key {item.key}, seed {item.seed}): leave one of them out"
+                )
+            if item.name not in runs or item.progress > other.progress:
+                runs[item.name] = item, place
         if not found:
             raise UserError(f"{directory} holds no run, no assay and no digest.jsonl: {REMEDY}")
-    ordered = sorted(runs.items(), key=lambda pair: pair[0])
     return Collection(
-        [run for _, run in ordered],
+        [run for _, (run, _) in sorted(runs.items(), key=lambda pair: pair[0])],
         [assay for _, assay in sorted(assays.items(), key=lambda pair: pair[0])],
         [str(directory) for directory in directories],
+    )
+
+
+def _contradict(run: Run, other: Run) -> bool:
+    """Whether two copies of a run differ where both have been; blocks that one has not filled do not count."""
+    for one, two in ((run, other), (other, run)):
+        if one.diverged_at is not None and two.tasks > one.diverged_at:
+            return True
+    if run.block != other.block:
+        return False
+    whole = min(run.tasks, other.tasks) // run.block
+    return any(
+        a != b and not (math.isnan(a) and math.isnan(b))
+        for name in run.series.keys() & other.series.keys()
+        for a, b in zip(run.series[name][:whole], other.series[name][:whole], strict=False)
     )
 
 
@@ -199,6 +248,12 @@ def read_run(directory: Path) -> Run:
     record, config, status = _head(directory)
     settled = status.get("status") in SETTLED
     lines = _lines(directory / "metrics.jsonl", settled) if (directory / "metrics.jsonl").exists() else []
+    ended = config.get("tasks") if status.get("status") == "done" else status.get("task")
+    if settled and ended is not None and len(lines) != int(ended):
+        raise UserError(
+            f"{directory} has {len(lines)} of the {ended} lines that its metrics.jsonl should have: remove the "
+            "directory and run again"
+        )
     block = block_size(int(config.get("tasks") or len(lines)))
     names = sorted({name for line in lines for name, value in line.items() if name != "task" and _numeric(value)})
     series = {}
@@ -221,6 +276,7 @@ def read_run(directory: Path) -> Run:
         series=series,
         study=parents[2].name if len(parents) > 2 else "",
         seconds=status.get("seconds"),
+        resumed=_resumed(record),
     )
 
 
@@ -235,29 +291,34 @@ def read_assay(directory: Path) -> Assay:
         status=str(status.get("status", "running")),
         checkpoints=tuple(_rounded(line) for line in lines),
         seconds=status.get("seconds"),
+        resumed=_resumed(record),
     )
 
 
-def _walk(directory: Path) -> Iterator[Run | Assay]:
+def _walk(directory: Path) -> Iterator[tuple[Run | Assay, Path]]:
+    """Everything below a directory, or in a digest, with the place where it stands."""
     if directory.is_file():
-        yield from _read_digest(directory)
+        for item in read_digest(directory):
+            yield item, directory
         return
     for where, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = Path(where)
         if "config.json" in files and "assay.jsonl" in files:
-            yield read_assay(here)
+            yield read_assay(here), here
         elif "config.json" in files and ("metrics.jsonl" in files or "status.json" in files):
             if _json(here / "config.json").get("experiment") != "assay":  # else before its first checkpoint
-                yield read_run(here)
+                yield read_run(here), here
         else:
             for name in ("digest.jsonl", "assay.jsonl"):
                 if name in files:
-                    yield from _read_digest(here / name)
+                    for item in read_digest(here / name):
+                        yield item, here / name
 
 
-def _read_digest(path: Path) -> Iterator[Run | Assay]:
-    for number, line in enumerate(_lines(path, settled=True), 1):
+def read_digest(path: Path) -> Iterator[Run | Assay]:
+    """Read a ``digest.jsonl`` or the ``assay.jsonl`` of a report."""
+    for number, line in enumerate(_lines(path, settled=True, remedy=NO_DIGEST), 1):
         try:
             if "checkpoints" in line:
                 yield Assay(
@@ -267,6 +328,7 @@ def _read_digest(path: Path) -> Iterator[Run | Assay]:
                     status=line["status"],
                     checkpoints=tuple(line["checkpoints"]),
                     seconds=line.get("seconds"),
+                    resumed=_resumed(line),
                 )
             else:
                 series = {name: tuple(_number(value) for value in values) for name, values in line["series"].items()}
@@ -282,11 +344,10 @@ def _read_digest(path: Path) -> Iterator[Run | Assay]:
                     series=series,
                     study=line.get("study", path.resolve().parent.name),
                     seconds=line.get("seconds"),
+                    resumed=_resumed(line),
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{path}, line {number} is not a line of a digest ({error}): make the digest again"
-            ) from None
+            raise UserError(f"{path}, line {number} is not a line of a digest ({error}): {NO_DIGEST}") from None
 
 
 def _head(directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -310,7 +371,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _lines(path: Path, settled: bool) -> list[dict[str, Any]]:
+def _lines(path: Path, settled: bool, remedy: str = "remove the directory and run again") -> list[dict[str, Any]]:
     """The objects of a JSONL file. Only a run under way may have a torn last line: it is being written."""
     found: list[dict[str, Any]] = []
     raw = path.read_bytes().split(b"\n")
@@ -324,7 +385,7 @@ def _lines(path: Path, settled: bool) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(raw) and not settled:
                 break
-            raise UserError(f"{path}, line {number} is not valid ({error}): remove it and make it again") from None
+            raise UserError(f"{path}, line {number} is not valid ({error}): {remedy}") from None
         found.append(value)
     return found
 
@@ -344,6 +405,12 @@ def identity(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 def _mapping(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = record.get(name)
     return dict(value) if isinstance(value, dict) else {}
+
+
+def _resumed(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """What config.json or a digest says of later versions; older ones say nothing."""
+    value = record.get("resumed")
+    return tuple(one for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
 
 
 def _numeric(value: Any) -> bool:

@@ -274,7 +274,7 @@ def twins(runs: Sequence[Run], field: str, value: object, other: object) -> list
             continue
         rest = f"{run.experiment} {identity(run.config, (field,))}"
         seen = found[rest][run.config[field]]
-        if run.seed not in seen or run.tasks > seen[run.seed].tasks:
+        if run.seed not in seen or run.progress > seen[run.seed].progress:
             seen[run.seed] = run
     pairs = []
     for sides in found.values():

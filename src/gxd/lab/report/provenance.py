@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,12 +52,24 @@ def versions(found: Collection) -> Table:
     """Which versions made how many runs."""
     names = ["gxd", "commit", "torch", "python", "device", "threads"]
     items: list[Run | Assay] = [*found.runs, *found.assays]
-    counts = Counter(tuple(str(item.versions.get(name) or "–")[:12] for name in names) for item in items)
-    table = Table("versions", "Versions and machines", "", [*names, "runs and assays"])
+    counts = Counter(tuple(_version(item, name) for name in names) for item in items)
+    resumed = "2.12 → 2.13: begun with the first, finished with the second." if any(x.resumed for x in items) else ""
+    table = Table("versions", "Versions and machines", resumed, [*names, "runs and assays"])
     for key, count in counts.most_common():
         table.rows.append([*map(Cell, key), Cell(str(count))])
         table.records.append({**dict(zip(names, key, strict=True)), "count": count})
     return table
+
+
+def _version(item: Run | Assay, name: str) -> str:
+    """One version, or all that a run went through. A commit is shortened; that it was changed ("-dirty") stays."""
+    said: list[str] = []
+    for versions in (item.versions, *item.resumed):
+        if name in versions or not said:
+            text = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", str(versions.get(name) or "–"))
+            if said[-1:] != [text]:
+                said.append(text)
+    return " → ".join(said)
 
 
 def commands(found: Collection) -> list[str]:
