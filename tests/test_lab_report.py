@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 
 from gxd.lab import cli, config
 from gxd.lab.errors import UserError
-from gxd.lab.report import demo_page, digest, evidence, numbers, paper, provenance, questions, tables, verdicts
+from gxd.lab.report import demo_page, digest, evidence, figures, numbers, paper, provenance, questions, tables, verdicts
 from gxd.lab.report.build import report
 
 VERSIONS = {"gxd": "0.1.0", "torch": "2.13.0", "python": "3.12.0", "commit": "0123abc"}
@@ -565,6 +565,70 @@ def test_the_questions_are_answered_by_their_intervals(world):
     assert "diverges" not in follows["GXD, SiLU, lr 0.25, rate 1e-4"]
     assert "diverges more often in 1, less often in 0, undecided in 3" in asked.answers[0]
     assert questions.compensation([]).missing.startswith("gxd run")
+
+
+def test_a_report_refuses_to_overwrite_a_digest_that_it_was_not_given(tmp_path, capsys):
+    write_run(tmp_path / "old", tasks=8)
+    write_assay(tmp_path / "old", "mlp", "relu", 0, RHO, [0, 30])
+    write_run(tmp_path / "old", tasks=8, seed=1)
+    write_run(tmp_path / "new", tasks=8)
+    out = tmp_path / "out"
+    report([tmp_path / "old"], out)
+    before = {path: path.read_bytes() for path in out.rglob("*.*")}
+    assert cli.main(["report", str(tmp_path / "new"), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "digest.jsonl has 2 runs" in said and f"give {out} as an input too" in said
+    assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
+    report([tmp_path / "new", out], out)
+    assert len(digest.collect([out]).runs) == 3 and len(digest.collect([out]).assays) == 1
+
+
+def test_pictures_and_tables_of_an_earlier_report_go_and_the_files_of_others_stay(tmp_path):
+    write_run(tmp_path / "runs", tasks=8)
+    old, new = tmp_path / "out" / "figures" / "permuted-digits-inside.svg", tmp_path / "out" / "tables" / "runs.md"
+    report([tmp_path / "runs"], tmp_path / "out")
+    assert old.exists() and new.exists()
+    mine = tmp_path / "out" / "figures" / "mine.png"
+    mine.write_bytes(b"")
+    (tmp_path / "out" / "digest.jsonl").unlink()
+    write_assay(tmp_path / "assays", "mlp", "relu", 0, RHO, [0, 30])
+    report([tmp_path / "assays"], tmp_path / "out")
+    assert mine.exists() and not old.exists() and not new.exists()
+    assert (tmp_path / "out" / "figures" / "fig2-shock.svg").exists()
+
+
+def test_runs_that_all_diverged_are_not_called_missing(tmp_path):
+    for method in ("backprop", "gxd"):
+        for seed in range(2):
+            write_run(tmp_path / "runs", method=method, activation="silu", seed=seed, diverged_at=0)
+    write_run(tmp_path / "runs", method="gxd", activation="tanh")
+    page = report([tmp_path / "runs"], tmp_path / "out").read_text()
+    assert "GXD, SiLU: all 2 runs diverged (after task 0, 0)." in page
+    figure = page[page.index('id="permuted-digits-fig3-activations"') :]
+    figure = figure[: figure.index("</figure>")]
+    assert "--method contribution --activation silu" in figure and "--method gxd --activation silu" not in figure
+    panels = panels_of(tmp_path / "runs")
+    (picture,) = [
+        one
+        for one in figures.stream_figures("permuted-digits", {("silu", False): panels["silu", False]})
+        if one.name.endswith("app-gxi-gradient")
+    ]
+    assert picture.drawn is None
+    found = digest.collect([tmp_path / "runs"])
+    said = provenance.missing(found, {"permuted-digits": panels}, {}, [picture])
+    assert not any(picture.title in line for line in said)
+
+
+def test_an_assay_that_diverged_is_named_wherever_it_is_averaged(tmp_path):
+    for seed in range(3):
+        directory = write_assay(tmp_path / "runs", "mlp", "relu", seed, RHO, [0, 5] if seed == 2 else [0, 5, 30])
+    (directory / "status.json").write_text(json.dumps({"status": "diverged", "task": 7, "seconds": 1.0}))
+    out = report([tmp_path / "runs"], tmp_path / "out").parent
+    named = "MLP ReLU, seed 2, diverged after checkpoint 5"
+    for name in ("spearman", "spearman-variants", "shock"):
+        assert named in (out / "tables" / f"{name}.md").read_text()
+    assert "1 diverged before the end" in (out / "tables" / "verdicts-detail.md").read_text()
+    assert f"Not complete: assay of {named}" in (out / "index.html").read_text()
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def command(argv: list[str]) -> int:
 def report(directories: Sequence[Path], out: Path) -> Path:
     """Make the report in ``out`` and return the path of its page."""
     found = digest.collect(directories)
+    _refuse_to_lose(found, out)
     made = _Report(found)
     made.claims()
     made.assay()
@@ -67,16 +68,29 @@ def report(directories: Sequence[Path], out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"--out {out} is not a directory: choose another") from None
+    old = page.files(out / "index.html")
     with tempfile.TemporaryDirectory(dir=out, prefix=".part-") as part:  # a full disk leaves the old report whole
         made.write(Path(part))
         for file in sorted(Path(part).rglob("*.*")):
             place = out / file.relative_to(part)
             place.parent.mkdir(exist_ok=True)
             os.replace(file, place)
-    for name, items in (("digest.jsonl", found.runs), ("assay.jsonl", found.assays)):
-        if not items:  # of an earlier report: it would speak of runs that are gone
-            (out / name).unlink(missing_ok=True)
+    for name in old - page.files(out / "index.html"):  # what the new page does not have
+        (out / name).unlink(missing_ok=True)
     return out / "index.html"
+
+
+def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
+    """A digest in ``out`` will be replaced. It may be all that is left of its runs, so they must be in the new one."""
+    kept = {run.name for run in found.runs} | {assay.name for assay in found.assays}
+    for file in (out / "digest.jsonl", out / "assay.jsonl"):
+        lost = sum(item.name not in kept for item in digest.read_digest(file)) if file.is_file() else 0
+        if lost:
+            what = "a run that is" if lost == 1 else f"{lost} runs that are"
+            raise UserError(
+                f"{file} has {what} not among the inputs and would be lost: give {out} as an input too, or choose "
+                "another --out"
+            )
 
 
 class _Report:
@@ -191,7 +205,9 @@ class _Report:
             ]
         drawn = {id(run) for group in self._groups() for run in group.runs}
         digest.write(self.found, out, drawn)
-        text = page.render(TITLE, LEAD, self._facts(), [section for section, _ in self.sections], made_by="gxd report")
+        files = sorted(f"{folder}/{file.name}" for folder in page.FOLDERS for file in (out / folder).glob("*.*"))
+        sections = [section for section, _ in self.sections]
+        text = page.render(TITLE, LEAD, self._facts(), sections, made_by="gxd report", files=files)
         (out / "index.html").write_text(text, encoding="utf-8")
 
     def _groups(self) -> list[Group]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from gxd.lab.report import numbers, paper, style
 from gxd.lab.report.evidence import AssayColumn, Curve, Group, Panel, curve
-from gxd.lab.report.tables import panel_label
+from gxd.lab.report.tables import diverged_assays, panel_label
 
 Panels = Mapping[Panel, Mapping[str, Group]]
 SMOOTH = 50  # tasks, of the moving average of Fig. 4
@@ -21,13 +21,14 @@ UTILITIES = (*paper.COMPARED, "gxd_sketch")
 
 @dataclass
 class Picture:
-    """A figure for the page: drawn, or only the commands that would make its runs."""
+    """A figure for the page: drawn, or only the commands that would make its runs (``missing``)."""
 
     name: str
     title: str
     caption: str
     drawn: Figure | None = None
     missing: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)  # runs that were made and cannot be drawn, in sentences
     alt: str = ""
 
 
@@ -98,6 +99,8 @@ def cifar_figures(panels: Panels) -> list[Picture]:
     )
     if baseline is None and panels:
         relative.missing.insert(0, _command("cifar100", relu, "backprop"))
+    if baseline is not None and curve(baseline) is None:  # what is missing is nothing but a line to compare with
+        relative.dead, relative.missing = [_lineless(baseline)], []
     absolute = _curves(
         "cifar100-app-absolute",
         "Appendix, Continuous CIFAR-100: absolute test accuracy",
@@ -181,7 +184,7 @@ def _curves(
     zero: bool = False,
 ) -> Picture:
     lines: list[dict[str, Curve]] = []
-    missing = []
+    missing, dead = [], []
     for panel, methods in wanted:
         here = {}
         for method in methods:
@@ -189,10 +192,12 @@ def _curves(
             line = make(group) if group is not None else None
             if line is not None:
                 here[method] = line
+            elif group is not None and curve(group) is None:
+                dead.append(_lineless(group))
             elif method != "gxd_sketch":  # ours: its absence leaves nothing of the paper out
                 missing.append(_command(experiment, panel, method))
         lines.append(here)
-    picture = Picture(name, title, caption, None, missing)
+    picture = Picture(name, title, caption, None, missing, dead)
     if not any(lines):
         return picture
     rows = -(-len(wanted) // columns)
@@ -200,12 +205,14 @@ def _curves(
     with style.styled():
         figure = style.new_figure(width, height * rows)
         grid = figure.subplots(rows, columns, squeeze=False)
-        for i, ((panel, _), here) in enumerate(zip(wanted, lines, strict=True)):
+        for i, ((panel, methods), here) in enumerate(zip(wanted, lines, strict=True)):
             axes = grid[i // columns][i % columns]
             if len(wanted) > 1 or panel[1]:
                 axes.set_title(panel_label(panel))
             if not here:
-                _empty(axes, f"gxd run {experiment} --activation {panel[0]}{' --layer-norm' if panel[1] else ''}")
+                there = [group for method, group in panels.get(panel, {}).items() if method in methods]
+                command = f"gxd run {experiment} --activation {panel[0]}{' --layer-norm' if panel[1] else ''}"
+                _empty(axes, *map(_lineless, there) if there else ("no runs found", command))
                 continue
             for method, line in here.items():
                 draw(axes, line, method, 100.0)
@@ -255,9 +262,18 @@ def end_label(method: str, line: Curve) -> style.Label:
     return style.Label(line.x[-1], line.mean[-1] * 100, text, style.colour(method), method == "gxd")
 
 
-def _empty(axes: Axes, command: str) -> None:
+def _lineless(group: Group) -> str:
+    """Why a setting with runs has no line."""
+    who = f"{paper.method_label(group.method)}, {panel_label(group.panel)}"
+    if len(group.diverged) < len(group.runs):
+        return f"{who}: under way."
+    when = ", ".join(str(run.diverged_at) for run in group.diverged)
+    return f"{who}: all {len(group.runs)} runs diverged (after task {when})."
+
+
+def _empty(axes: Axes, *lines: str) -> None:
     axes.axis("off")
-    text = "no runs found\n" + "\n".join(textwrap.wrap(command, 34))
+    text = "\n".join("\n".join(textwrap.wrap(line, 34)) for line in lines)
     axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED, fontsize=8, transform=axes.transAxes)
 
 
@@ -281,7 +297,7 @@ def _bars(
 ) -> Picture:
     wanted = list(dict.fromkeys([*paper.COLUMNS, *columns]))
     missing = [assay_command(key) for key in paper.COLUMNS if key not in columns]
-    picture = Picture(name, title, caption, None, missing)
+    picture = Picture(name, title, caption + diverged_assays(columns), None, missing)
     if not columns:
         return picture
     across = min(3, len(wanted))
@@ -299,7 +315,7 @@ def _bars(
         for key, axes in zip(wanted, grid.flat, strict=False):
             axes.set_title(paper.column_label(key) + ("" if key in paper.COLUMNS else " (ours)"))
             if key not in columns:
-                _empty(axes, assay_command(key))
+                _empty(axes, "no runs found", assay_command(key))
                 continue
             _bar_panel(axes, {u: value for u, value in shocks[key].items() if value.n}, wide)
     picture.drawn = figure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -14,6 +16,8 @@ from gxd.lab.report import style
 from gxd.lab.report.figures import Picture
 from gxd.lab.report.tables import Table
 
+FOLDERS = ("figures", "tables")
+
 
 @dataclass
 class Shown:
@@ -23,6 +27,7 @@ class Shown:
     title: str
     caption: str
     missing: list[str]
+    dead: list[str]
     svg: Markup | None
 
 
@@ -66,7 +71,7 @@ def save_pictures(pictures: Iterable[Picture], out: Path) -> dict[str, Shown]:
                 (out / f"{picture.name}.png").write_bytes(pixels)
             # Our own drawing: matplotlib has escaped the text in it.
             inline = Markup(style.inline(vector, picture.name, picture.alt))
-        shown[picture.name] = Shown(picture.name, picture.title, picture.caption, picture.missing, inline)
+        shown[picture.name] = Shown(picture.name, picture.title, picture.caption, picture.missing, picture.dead, inline)
     return shown
 
 
@@ -79,12 +84,26 @@ def save_tables(made: Iterable[Table], out: Path) -> None:
             (out / f"{table.name}.csv").write_text(table.csv(), encoding="utf-8")
 
 
+def files(index: Path) -> set[str]:
+    """The files beside a page that were made with it, by its own word; so no file of the user's is taken for one."""
+    text = index.read_text(encoding="utf-8") if index.is_file() else ""
+    found = re.search(r'<meta name="gxd-files" content="([^"]*)">', text)
+    names = html.unescape(found.group(1)).split() if found else []
+    return {name for name in names if re.fullmatch(rf"({'|'.join(FOLDERS)})/[^/\\]+\.(png|svg|md|csv)", name)}
+
+
 def render(
-    title: str, lead: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], *, made_by: str
+    title: str,
+    lead: str,
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    *,
+    made_by: str,
+    files: Sequence[str] = (),
 ) -> str:
     """The page. Everything that came from a run is escaped."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = resources.files("gxd.lab.report").joinpath("template.html.j2").read_text(encoding="utf-8")
     return environment.from_string(source).render(
-        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by
+        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by, files=files
     )

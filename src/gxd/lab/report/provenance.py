@@ -14,7 +14,7 @@ from gxd.lab.report import paper
 from gxd.lab.report.digest import Assay, Collection, Run
 from gxd.lab.report.evidence import AssayColumn, Group, Panel, groups, left_out
 from gxd.lab.report.figures import Picture
-from gxd.lab.report.tables import Cell, Table, panel_label, settings_table
+from gxd.lab.report.tables import Cell, Table, diverged_assay, panel_label, settings_table
 
 Panels = Mapping[str, Mapping[Panel, Mapping[str, Group]]]
 
@@ -153,7 +153,11 @@ def missing(
             name = paper.EXPERIMENTS.get(late[0].experiment, late[0].experiment)
             said.append(f"Not complete, and in no number: {name}, {group.method}, {panel_label(group.panel)}: {where}.")
     for assay in found.assays:
-        if assay.status != "done":
+        if assay.status == "diverged":
+            said.append(
+                f"Not complete: assay of {diverged_assay(assay)}; the checkpoints up to there are in the means."
+            )
+        elif assay.status != "done":
             said.append(f"Not complete: assay of {paper.column_label(assay.column)}, seed {assay.seed}.")
-    said += [f"{picture.title}: no runs." for picture in pictures if picture.drawn is None]
+    said += [f"{picture.title}: no runs." for picture in pictures if picture.drawn is None and not picture.dead]
     return said or ["Nothing: every figure and table has its runs."]

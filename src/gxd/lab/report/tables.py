@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gxd.lab.report import numbers, paper
-from gxd.lab.report.digest import Collection, Run, window
+from gxd.lab.report.digest import Assay, Collection, Run, window
 from gxd.lab.report.evidence import AssayColumn, Group, Panel, groups
 
 
@@ -158,7 +158,7 @@ def spearman(
         "Ours: mean ± SE over seeds × checkpoints, after the mean over layers; below it the paper's cell and the "
         "distance (ours − paper) / √(SE² + SE²), with the rounding of the printed digits in the paper's SE. The "
         "samples of one seed are not independent, so read the distances as a scale, not as a test. Bold: best of "
-        "ours in the column.",
+        "ours in the column." + diverged_assays({column: columns[column] for column in shown if column in columns}),
         ["Utility", *(f"{paper.column_label(column)}, {paper.METRICS[metric]}" for column, metric in keys)],
     )
     for utility in sorted(utilities, key=paper.method_order):
@@ -186,6 +186,19 @@ def spearman(
     return table
 
 
+def diverged_assays(columns: Mapping[paper.Column, AssayColumn]) -> str:
+    """The end of a caption: which assays diverged, so that late checkpoints are missing from the means. Or nothing."""
+    dead = [assay for column in columns.values() for assay in column.assays if assay.status == "diverged"]
+    return f" In the means only up to there: {'; '.join(map(diverged_assay, dead))}." if dead else ""
+
+
+def diverged_assay(assay: Assay) -> str:
+    """For example "MLP ReLU, seed 2, diverged after checkpoint 5"."""
+    points = [int(point["checkpoint"]) for point in assay.checkpoints]
+    when = f"after checkpoint {points[-1]}" if points else "before its first checkpoint"
+    return f"{paper.column_label(assay.column)}, seed {assay.seed}, diverged {when}"
+
+
 def _spearman_cell(ours: numbers.Mean | None, cell: tuple[float, float] | None, best: float) -> Cell:
     theirs = f"paper {rho(cell[0])} ± {rho(cell[1])}" if cell else ""
     if ours is None or ours.n == 0:
@@ -203,7 +216,7 @@ def shocks(columns: Mapping[paper.Column, AssayColumn]) -> Table:
         "Shock@5% (Fig. 2 as numbers)",
         "Mean output change when each of the 5 % units of lowest utility per layer is clamped to its reference; "
         "mean ± SE over seeds × checkpoints. Lower is better; the oracle is the least possible. The paper shows "
-        "bars without numbers.",
+        "bars without numbers." + diverged_assays(columns),
         ["Utility", *(f"{paper.column_label(c)}, {paper.METRICS[m]}" for c in columns for m in paper.METRICS)],
     )
     names = dict.fromkeys(name for column in columns.values() for name in column.utilities)
