@@ -619,6 +619,16 @@ def test_runs_that_all_diverged_are_not_called_missing(tmp_path):
     assert not any(picture.title in line for line in said)
 
 
+def test_where_backprop_always_diverged_there_is_nothing_to_compare_with_and_nothing_missing(tmp_path):
+    for method in ("backprop", "contribution", "mc_adaptable_contribution", "gxd"):
+        dies = {"diverged_at": 0} if method == "backprop" else {}
+        write_run(tmp_path, "cifar100", method=method, tasks=20, epochs=1, **dies)
+    relative, absolute = figures.cifar_figures(panels_of(tmp_path, "cifar100"))
+    assert relative.drawn is None and absolute.drawn is not None
+    for picture in (relative, absolute):
+        assert picture.dead == ["Backprop, ReLU: the only run diverged (after task 0)."] and not picture.missing
+
+
 def test_an_assay_that_diverged_is_named_wherever_it_is_averaged(tmp_path):
     for seed in range(3):
         directory = write_assay(tmp_path / "runs", "mlp", "relu", seed, RHO, [0, 5] if seed == 2 else [0, 5, 30])

@@ -268,7 +268,8 @@ def _lineless(group: Group) -> str:
     if len(group.diverged) < len(group.runs):
         return f"{who}: under way."
     when = ", ".join(str(run.diverged_at) for run in group.diverged)
-    return f"{who}: all {len(group.runs)} runs diverged (after task {when})."
+    runs = f"all {len(group.runs)} runs" if len(group.runs) > 1 else "the only run"
+    return f"{who}: {runs} diverged (after task {when})."
 
 
 def _empty(axes: Axes, *lines: str) -> None:

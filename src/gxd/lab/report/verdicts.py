@@ -264,10 +264,13 @@ class _Stream:
         if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
             return self._say(claim, panel, [ours, theirs], f"{text}; undecided", UNTESTED)
         contrary = lower or risk.low > 0
-        idle = rescue and bool(self._nothing_to_rescue(panel))
-        weak = not contrary and (idle or self._short([ours, theirs]))
-        result = CONFIRMED if higher and not contrary else UNTESTED if weak else REFUTED
-        return self._say(claim, panel, [ours, theirs], text, result)
+        if higher and not contrary:
+            return self._say(claim, panel, [ours, theirs], text, CONFIRMED)
+        reason = self._nothing_to_rescue(panel) if rescue and not contrary else ""
+        if reason:
+            return self._say(claim, panel, [ours, theirs], f"{text}; {reason}", UNTESTED)
+        weak = not contrary and self._short([ours, theirs])
+        return self._say(claim, panel, [ours, theirs], text, UNTESTED if weak else REFUTED)
 
     def not_worse(self, panel: Panel, method: str, other: str) -> Verdict:
         claim = f"With ReLU, {paper.method_label(method)} ends as high as {paper.method_label(other)}"
@@ -330,7 +333,7 @@ class _Stream:
             return ""
         if not backprop.complete:
             return "backprop is under way"
-        return "backprop kept it too" if self._kept(backprop) else ""
+        return "backprop kept its plasticity too" if self._kept(backprop) else ""
 
     def _short(self, members: Sequence[Group]) -> bool:
         return min(group.tasks for group in members) < paper.TASKS.get(self.experiment, 0) / 2
