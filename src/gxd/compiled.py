@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,22 @@ from gxd.continual import ContinualBackprop
 from gxd.errors import CompileWarning
 from gxd.find import call_arguments
 from gxd.layers import unwrap
-from gxd.program import Program, Recipe, detached, logits_of, shape_of
+from gxd.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
 from gxd.updates import update_of
+from gxd.watch import Watch
 
-MOST_PROGRAMS = 8  # batches of more shapes than that run eagerly
+MOST_PROGRAMS = 8  # when more are asked for, steps run eagerly
+CLOSED = "cbp is closed: make a new ContinualBackprop"
+
+
+class Key(NamedTuple):
+    """Everything that is fixed when a program is made. What it reads anew at each call is not here."""
+
+    batch: Any
+    options: Any
+    autocast: Any
+    attributes: int  # the number of a set of them
+    scored: bool
 
 
 def compiled_step(
@@ -45,6 +57,12 @@ def compiled_step(
 
     A batch of a new shape is compiled when it is first seen, which takes seconds. Where that is not possible, a
     :class:`gxd.CompileWarning` says why, and the step runs eagerly with the same result.
+
+    Followed at each step: all tensors, learning rates, and what is read by name: attributes of modules (``model.task``,
+    ``Dropout.p``), closures, defaults and globals of ``loss``, ``score`` and ``forward``, and the attributes of objects
+    found there (``args.beta``). A new value compiles again, as do a new module, parameter or option of the optimizer.
+    Hooks, and a ``forward`` that sets attributes, make the step run eagerly. Not followed: what is inside lists, dicts
+    and objects that modules hold, values that other files hold, and random numbers drawn by Python or NumPy.
 
     Args:
         model: the model. Its parameters may be changed in place at any time, as always.
@@ -91,26 +109,46 @@ class CompiledStep:
         if cbp is not None and not isinstance(cbp, ContinualBackprop):
             raise TypeError(f"cbp must be a gxd.ContinualBackprop or None, got {type(cbp).__name__}")
         if cbp is not None and not cbp._hooks:
-            raise ValueError("cbp is closed: make a new ContinualBackprop")
+            raise ValueError(CLOSED)
         if cbp is not None and (cbp.model is not unwrap(model) or cbp.optimizer is not optimizer):
             raise ValueError("cbp belongs to another model or optimizer: give the ones it was made with")
         self.model, self.optimizer, self.loss, self.cbp, self.score = model, optimizer, loss, cbp, score
         self.why_eager: str | None = None
-        self._recipe = Recipe(unwrap(model), optimizer, update_of(optimizer), loss, cbp, score)
-        self._modules = list(unwrap(model).modules())
-        self._programs: dict[Any, Program] = {}
-        why = _impossible(model, optimizer, cbp, self._recipe)
+        self._programs: dict[Key, Program] = {}
+        self._attributes: list[dict[str, Any]] = []  # those that programs were made with
+        self._warm = False
+        self._recipe = self._new_recipe()
+        why = self._look()
         if why is not None:
             self._fall_back(why)
 
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         """Train on one batch; returns the loss and the model's output, detached."""
-        states = self._recipe.states() if self.why_eager is None else None
-        if states is not None:  # else the optimizer is about to make them, in an eager step
-            program = self._program(states, inputs, target)
-            if program is not None:
-                return program(states, inputs, target)
-        return self._eager(inputs, target)
+        if self.cbp is not None and not self.cbp._hooks:
+            raise ValueError(CLOSED)
+        if self.why_eager is None and not self._watch.unchanged():
+            why = self._look()
+            if why is not None:
+                self._fall_back(why)
+        program = self._program(inputs, target) if self.why_eager is None else None
+        result = program(inputs, target) if program is not None else None
+        return self._eager(inputs, target) if result is None else result
+
+    def _new_recipe(self) -> Recipe:
+        return Recipe(unwrap(self.model), self.optimizer, update_of(self.optimizer), self.loss, self.cbp, self.score)
+
+    def _look(self) -> str | None:
+        """Take note of what the model, the optimizer and the functions are now; returns why that cannot be compiled."""
+        recipe = self._new_recipe()
+        if not recipe.same_as(self._recipe):
+            self._recipe = recipe
+            self._programs.clear()
+        self._watch = Watch(self._recipe)
+        attributes = self._watch.attributes()
+        if attributes not in self._attributes:
+            self._attributes.append(attributes)
+        self._number = self._attributes.index(attributes)
+        return _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
 
     def _eager(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         args, kwargs = call_arguments(inputs)
@@ -125,42 +163,82 @@ class CompiledStep:
         self.optimizer.zero_grad()
         return value.detach(), detached(output)
 
-    def _program(self, states: list[Tensor], inputs: Any, target: Any) -> Program | None:
+    def _program(self, inputs: Any, target: Any) -> Program | None:
         """The program for this batch, or None if there is none."""
-        # Everything that is fixed when a program is made. What it reads anew at each call is not here.
-        key = (
-            shape_of(inputs),
-            shape_of(target),
-            self.cbp is not None and self.cbp._scorer.observer.active,
-            tuple([module.training for module in self._modules]),
+        device = self._recipe.device()
+        key = Key(
+            (shape_of(inputs), shape_of(target)),
             self._recipe.settings(),
-            torch.is_autocast_enabled(),
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            self._number,
+            self.cbp is not None and self.cbp._scorer.observer.active,
         )
         program = self._programs.get(key)
         if program is None and len(self._programs) >= MOST_PROGRAMS:
-            self._fall_back(f"batches of more than {MOST_PROGRAMS} shapes; bring them to one shape, or drop the last")
+            self._fall_back(self._too_many(key))
         elif program is None:
-            try:
-                program = self._programs[key] = Program(self._recipe, states, inputs, target)
-            except Exception as error:
-                lines = str(error).strip().splitlines() or [""]
-                self._fall_back(f"{type(error).__name__}: {lines[0]}")
+            program = self._make(inputs, target)
+            if program is not None:
+                self._programs[key] = program
         return program
 
-    def _fall_back(self, why: str) -> None:
+    def _make(self, inputs: Any, target: Any) -> Program | None:
+        try:
+            with self._watch.undone() as changed:
+                program = Program(self._recipe, inputs, target)
+        except StateMissing:
+            return None  # the eager step makes it
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self._fall_back(f"{type(error).__name__}: {lines[0]}", 1)
+            return None
+        if changed and self._warm:
+            self._fall_back(f"the step sets {changed[0]!r}, which a compiled step cannot do; return it instead", 1)
+        if changed:  # it may be set in the first pass alone: let an eager one come first
+            self._warm = True
+            return None
+        return program
+
+    def _too_many(self, key: Key) -> str:
+        """What made so many programs necessary, and what to do about it."""
+        keys = [*self._programs, key]
+        number = {name: len({getattr(one, name) for one in keys}) for name in key._fields}
+        most = max(number, key=lambda name: number[name])
+        if most == "attributes":
+            last, now = (self._attributes[one.attributes] for one in keys[-2:])
+            names = sorted(name for name in {**last, **now} if last.get(name) != now.get(name))
+            what = (
+                f"{', '.join(map(repr, names[:3]))} has had {number[most]} values; keep it in a tensor, a buffer say, "
+            )
+            return what + "and change that in place"
+        return {
+            "batch": f"batches of more than {MOST_PROGRAMS} shapes; bring them to one shape, or drop the last",
+            "options": f"the optimizer's options other than lr have had {number[most]} values; keep them as they are "
+            "(a schedule of momentum: cycle_momentum=False)",
+            "autocast": f"autocast has had {number[most]} settings; keep to one",
+        }[most]
+
+    def _fall_back(self, why: str, deeper: int = 0) -> None:
         self.why_eager = why
-        warnings.warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning, stacklevel=4)
+        self._programs.clear()
+        del self._watch, self._attributes  # they keep what they have seen
+        warnings.warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning, stacklevel=4 + deeper)
 
 
-def _impossible(model: nn.Module, optimizer: Optimizer, cbp: ContinualBackprop | None, recipe: Recipe) -> str | None:
+def _impossible(
+    model: nn.Module, optimizer: Optimizer, cbp: ContinualBackprop | None, recipe: Recipe, watch: Watch
+) -> str | None:
     """Why this training cannot be compiled as one function, if that is known beforehand."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (cbp and cbp._processes.several):
         return "several processes train together, and exchange gradients during the backward pass"
     if cbp is not None and cbp.scaler is not None:
         return "a GradScaler decides about each step on the host"
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    if hooks > (2 if cbp else 0):
-        return "the optimizer has step hooks of its own, which a compiled step would pass over"
+    hook = watch.foreign_hook((cbp._scorer.observer, cbp._before_step, cbp._after_step) if cbp else ())
+    if hook is not None:
+        return f"{hook}, which a compiled step would pass over; remove it, or make the step without compiled_step"
+    replaced = cbp._tensors.replaced() if cbp else []
+    if replaced:
+        return f"{replaced[0]!r} was replaced after cbp was made: close() that one, and make another with a new plan"
     if recipe.foreign:
         return f"the optimizer trains {recipe.foreign} parameters that are not the model's"
     if cbp is not None and recipe.update is None and cbp._utility.gradient in (None, "loss"):

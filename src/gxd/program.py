@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
@@ -73,40 +73,63 @@ class Recipe:
                         known[id(tensor)] = len(self.places)
                         self.places.append((held, key))
                     self.names[f"{path}.{key}" if path else key] = known[id(tensor)]
-        self.groups = optimizer.param_groups
         trained = [[known.get(id(p)) for p in group["params"]] for group in self.groups]
         self.foreign = sum(n is None for numbers in trained for n in numbers)
         self.trained = [[n for n in numbers if n is not None] for numbers in trained]  # by parameter group
         self.rates = [torch.zeros((), dtype=torch.float64) for _ in self.groups]
         self._numbers = [0.0 for _ in self.groups]  # what they hold, to compare without a tensor
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, asked for anew: ``load_state_dict`` gives it another list."""
+        return self.optimizer.param_groups
+
+    def same_as(self, other: Recipe) -> bool:
+        """Whether the tensors are found in the same places, and the optimizer trains the same of them."""
+        return (
+            self.names == other.names
+            and all(a[0] is b[0] for a, b in zip(self.places, other.places, strict=True))
+            and (self.trained, self.foreign) == (other.trained, other.foreign)
+        )
+
+    def name(self, number: int) -> str:
+        """A name of a tensor."""
+        return next(name for name, known in self.names.items() if known == number)
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
         return [held[key] for held, key in self.places]
 
-    def states(self) -> list[Tensor] | None:
-        """What the update keeps of the trained parameters; None if the optimizer has not made it yet."""
+    def device(self) -> str:
+        """The type of the device that the model is on."""
+        held, key = self.places[0]
+        return str(held[key].device.type)
+
+    def kept(self) -> list[tuple[int, Sequence[str]]]:
+        """The trained parameters, and the names of what the update keeps of each."""
         if self.update is None:
             return []
-        found = []
-        for group in self.groups:
-            names = self.update.state(group)
-            for p in group["params"] if names else []:
-                if p.requires_grad:
-                    state = self.optimizer.state.get(p, {})
-                    for name in names:
-                        if not isinstance(state.get(name), Tensor):
-                            return None
-                        found.append(state[name])
+        names = [self.update.state(group) for group in self.groups]
+        tensors = self.tensors()
+        found = zip(self.trained, names, strict=True)
+        return [(n, kept) for numbers, kept in found if kept for n in numbers if tensors[n].requires_grad]
+
+    def states(self, kept: Sequence[tuple[int, Sequence[str]]]) -> list[Tensor] | None:
+        """What the update keeps of these parameters; None if the optimizer has not made it yet."""
+        found, known = [], self.optimizer.state
+        for n, names in kept:
+            held, key = self.places[n]
+            state = known.get(held[key], {})
+            for name in names:
+                if not isinstance(state.get(name), Tensor):
+                    return None
+                found.append(state[name])
         return found
 
     def settings(self) -> tuple[Any, ...]:
-        """What is compiled in, of the parameters and of the optimizer's options."""
+        """What is compiled in of the optimizer's options."""
         options: Sequence[str] = self.update.settings if self.update else ()
-        return (
-            tuple([held[key].requires_grad for held, key in self.places]),
-            tuple([tuple([group[name] for name in options]) for group in self.groups]),
-        )
+        return tuple([tuple([group[name] for name in options]) for group in self.groups])
 
     def learning_rates(self) -> list[Tensor]:
         """One for each parameter group, as tensors, so that a schedule need not compile anew."""
@@ -119,17 +142,27 @@ class Recipe:
         return self.rates
 
 
+class StateMissing(Exception):
+    """A parameter has a gradient, and the optimizer has not made its state yet. An eager step makes it."""
+
+
 class Program:
     """One training step, for batches like the given one."""
 
-    def __init__(self, recipe: Recipe, states: list[Tensor], inputs: Any, target: Any) -> None:
+    def __init__(self, recipe: Recipe, inputs: Any, target: Any) -> None:
         self.recipe, self.cbp = recipe, recipe.cbp
+        # A parameter that never had a gradient (the head of another task) has no state, and needs none.
+        kept = recipe.kept()
+        self.kept = [one for one in kept if recipe.states([one]) is not None]
+        if kept and not self.kept:
+            raise StateMissing
+        states = recipe.states(self.kept) or []
         self.scored = self.cbp is not None and self.cbp._scorer.observer.active
         leaves, self.structure = tree_flatten((inputs, target))
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.logits: Tensor | None = None  # like them, for the signs that are drawn
         if self.scored and self.cbp is not None and self.cbp._utility.gradient == "sketch" and recipe.score is None:
-            _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1]), states, inputs, target)
+            _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1][0]), states, inputs, target)
             self.logits = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
         # Made out here: what is done with real tensors while tracing becomes part of the graph.
         self.weights: dict[str, Tensor] = {}
@@ -139,16 +172,21 @@ class Program:
         finally:
             if self.scorer is not None:
                 self.scorer.observer.close()
+        self.outside = outside_as_inputs(graph)
+        self._refuse_own_tensors()
         with torch.no_grad(), torch.random.fork_rng(), _kept(self.cbp):
-            example = list(chain(*self._parts(states, inputs, target, torch.ones_like)))
+            example = [*chain(*self._parts(states, inputs, target, torch.ones_like)), *self.outside]
             self.function = compile_graph(graph, example)
             self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
 
     @torch.no_grad()
-    def __call__(self, states: list[Tensor], inputs: Any, target: Any) -> tuple[Tensor, Any]:
-        """Train on one batch."""
+    def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any] | None:
+        """Train on one batch; None, and nothing is done, if the optimizer's states have been cleared."""
+        states = self.recipe.states(self.kept)
+        if states is None:
+            return None
         draw = torch.ones_like if self.cbp is None else self.cbp._signs
-        results = iter(self.function(*chain(*self._parts(states, inputs, target, draw))))
+        results = iter(self.function(*chain(*self._parts(states, inputs, target, draw)), *self.outside))
         loss = next(results)
         if self.one_tensor:
             output = next(results)
@@ -186,6 +224,17 @@ class Program:
         signs = [] if self.logits is None else [draw(self.logits)]
         return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, signs, batch)
 
+    def _refuse_own_tensors(self) -> None:
+        """A parameter that the step reads other than through the model would have no gradient there."""
+        memory = {t.untyped_storage().data_ptr(): n for n, t in enumerate(self.recipe.tensors()) if t.numel()}
+        for tensor in self.outside:
+            number = memory.get(tensor.untyped_storage().data_ptr())
+            if number is not None:
+                raise ValueError(
+                    f"{self.recipe.name(number)!r} is read other than through the model; let the loss or the forward "
+                    "pass take it from the module that has it"
+                )
+
     # --- tracing: from here on all tensors are fake -------------------------------------------------------------------
 
     def _trace(
@@ -214,20 +263,19 @@ class Program:
                 observer.active = active
         return graph, returned[-1]
 
-    def _forward(self, parts: Parts) -> tuple[list[Tensor], Any]:
-        """The parameters and buffers as autograd sees them, and the model's output."""
+    def _forward(self, parts: Parts) -> tuple[list[Tensor], tuple[Any, Tensor, Any]]:
+        """The parameters and buffers as autograd sees them, and the model's output, its loss and its score."""
         real = self.recipe.tensors()
         leaves = [
             t.detach().requires_grad_() if r.requires_grad else t for t, r in zip(parts.tensors, real, strict=True)
         ]
-        given = {name: leaves[number] for name, number in self.recipe.names.items()}
+        given = {f"model.{name}": leaves[number] for name, number in self.recipe.names.items()}
         held = dict(given)
-        args, kwargs = call_arguments(self._given_batch(parts)[0])
-        output = torch.func.functional_call(self.recipe.model, held, args, kwargs)
+        results = torch.func.functional_call(_Judged(self.recipe), held, self._given_batch(parts))
         for name, number in self.recipe.names.items():
-            if held[name] is not given[name]:  # a buffer that was not written to but replaced
-                parts.tensors[number].copy_(held[name])
-        return leaves, output
+            if held[f"model.{name}"] is not given[f"model.{name}"]:  # a buffer that was not written to but replaced
+                parts.tensors[number].copy_(held[f"model.{name}"])
+        return leaves, results
 
     def _given_batch(self, parts: Parts) -> tuple[Any, Any]:
         rest = iter(parts.batch)
@@ -240,10 +288,8 @@ class Program:
             self.weights.update((name, parts.tensors[number]) for name, number in self.recipe.names.items())
             for name, tensor in zip(KEPT, parts.kept, strict=True):
                 setattr(scorer.statistics, name, tensor)
-        leaves, output = self._forward(parts)
-        loss = self.recipe.loss(output, target)
+        leaves, (output, loss, score) = self._forward(parts)
         if scorer is not None and scorer.utility.needs_observe:
-            score = None if self.recipe.score is None else self.recipe.score(output, target)
             logits, classes = (logits_of(output), target) if score is None else (None, None)
             signs = lambda _: parts.signs[0]  # noqa: E731
             scorer.observe(direction_of(scorer.utility.gradient, logits, classes, score, signs, traced=True))
@@ -281,15 +327,53 @@ class Program:
         return Scorer(cbp.model, cbp.plan, self.weights, cbp._utility, statistics, cbp.positions, cbp._noise)
 
     def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
-        states = iter(parts.states)
+        states, kept = iter(parts.states), dict(self.kept)
         for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
             names = update.state(group)
             for n in numbers:
-                if n in gradients:
-                    state = {name: next(states) for name in names}
-                    gradient = gradients[n]
-                    if gradient is not None:
-                        update.apply(parts.tensors[n], gradient, state, lr, group)
+                state = {name: next(states) for name in kept.get(n, ())}
+                gradient = gradients.get(n)
+                if gradient is not None:
+                    if len(state) < len(names):
+                        raise StateMissing(self.recipe.name(n))
+                    update.apply(parts.tensors[n], gradient, state, lr, group)
+
+
+class _Judged(nn.Module):
+    """The model, and what is asked of its output: the loss too may read parameters, and must see those of the trace."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.model, self.recipe = recipe.model, recipe
+
+    def forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor, Any]:
+        args, kwargs = call_arguments(inputs)
+        output = self.model(*args, **kwargs)
+        loss, score = self.recipe.loss(output, target), self.recipe.score
+        # In the order, and on the steps, of the eager loop: either may draw random numbers.
+        return output, loss, None if score is None or self.recipe.cbp is None else score(output, target)
+
+
+def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
+    """Make inputs of the tensors that the graph holds but did not make: class weights, a mask that is no buffer.
+
+    The compiler would take the numbers in them for constants, and they may be changed in place.
+    """
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found: dict[str, tuple[Tensor, Node]] = {}
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(graph, node.target)
+        if not isinstance(tensor, Tensor) or all("lift_fresh" in str(user.target) for user in node.users):
+            continue  # `torch.tensor(3.0)` within the step is a constant
+        if node.target not in found:
+            with graph.graph.inserting_after(inputs[-1]):
+                inputs.append(graph.graph.placeholder(f"outside{len(found)}"))
+            inputs[-1].meta.update(node.meta)
+            found[node.target] = (tensor, inputs[-1])
+        node.replace_all_uses_with(found[node.target][1])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [tensor for tensor, _ in found.values()]
 
 
 @contextmanager
