@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from gxd.lab import cli, models, streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError
 from gxd.lab.report.digest import read_assay
+from tests.test_lab_sweep import alive, wait_for
 
 TINY = AssayConfig(
     data="permuted-digits",
@@ -214,6 +216,44 @@ def test_several_run_side_by_side_and_one_that_dies_takes_no_other_with_it(facto
     assert "Traceback" not in said.err
     assert len(lab.read_lines(next((tmp_path / "assay").glob("*/seed0")))) == 1
     assert not list((tmp_path / "assay").glob("*/seed1/assay.jsonl"))
+
+
+@contextmanager
+def two_under_way(out):
+    """`gxd assay` as a process group of its own, as a terminal would start it, with two assays under way."""
+    # They have nothing to say while they train, so that none finds out by itself that nobody listens any more.
+    endless = f"{OPTIONS} --epochs 10000000 --checkpoints 0 2 --seeds 0 1 --jobs 2"
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from gxd.lab.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "assay", *endless.split(), "--out", str(out)],
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        wait_for(lambda: len(list(out.rglob("assay.jsonl"))) == 2)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_ctrl_c_is_one_line_and_a_killed_command_leaves_no_orphan_that_holds_the_locks(tmp_path):
+    with two_under_way(tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert "Traceback" not in said and said.splitlines()[-1].startswith("gxd: interrupted;")
+        wait_for(lambda: not alive(process.pid), 30)
+    for file in tmp_path.rglob("assay.jsonl"):
+        file.unlink()  # so that it comes back once the command has gone on
+    with two_under_way(tmp_path) as process:
+        process.kill()
+        wait_for(lambda: not alive(process.pid), 60)
 
 
 def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():

@@ -25,6 +25,7 @@ from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress
 from gxd.lab.store import STATUS, RunDirectory, read_json, write_bytes
 from gxd.lab.streams import Stream, Task
+from gxd.lab.workers import cores, follow_parent, without_interrupts
 
 LINES = "assay.jsonl"
 FRACTION = 0.05
@@ -256,7 +257,8 @@ def assay_all(configs: Sequence[AssayConfig], root: Path, board: Board, jobs: in
                 number, config = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(config, root, theirs), daemon=True)
-                process.start()
+                with without_interrupts():
+                    process.start()
                 theirs.close()
                 busy[ours] = (number, process)
             for pipe in cast("list[Connection]", wait(list(busy))):
@@ -283,9 +285,10 @@ def assay_all(configs: Sequence[AssayConfig], root: Path, board: Board, jobs: in
 
 
 def _work(config: AssayConfig, root: Path, pipe: Connection) -> None:
+    follow_parent()
     try:
         assay(config, root, report=pipe.send)
-    except (KeyboardInterrupt, BrokenPipeError):  # the parent was interrupted, or is gone
+    except BrokenPipeError:  # the parent is gone
         return
     except (UserError, OSError) as error:
         pipe.send(str(error))
@@ -314,7 +317,6 @@ class Options:
 def command(argv: list[str]) -> int:
     """``gxd assay ...``."""
     from gxd.lab.arguments import parse
-    from gxd.lab.workers import cores
 
     options = parse(Options, argv, "gxd assay", description=AssayConfig.__doc__)
     if not options.activation or not options.seeds:

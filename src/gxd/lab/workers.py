@@ -102,7 +102,7 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         # A daemon: should we end without saying goodbye, Python ends it.
         self.process = context.Process(target=_serve, args=(theirs, root), daemon=True)
-        with _environment(ONE_THREAD), _without_interrupts():
+        with _environment(ONE_THREAD), without_interrupts():
             self.process.start()
         theirs.close()  # so that the end of the worker is the end of the pipe
         self.job: int | None = None
@@ -277,7 +277,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """A process started in this block never sees Ctrl-C, which a terminal sends to all: to act on it is for us."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -320,14 +320,19 @@ def train_one(config: Experiment, root: Path, report: Any = None) -> Failure | N
 
 def _serve(pipe: Connection, root: Path) -> None:
     """Train what comes through the pipe until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     while True:
         try:
             config = pipe.recv()
             pipe.send(train_one(config, root, pipe.send))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
+
+
+def follow_parent() -> None:
+    """What a worker does first: leave Ctrl-C to its parent, and end when that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
