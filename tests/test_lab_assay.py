@@ -154,6 +154,32 @@ def test_a_diverged_model_is_recorded_as_such(tmp_path):
     assert "1 diverged" in lab.summaries([path])[0]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_board_says_that_an_assay_diverged_and_how_well_one_did_that_was_complete(jobs, tmp_path, capsys):
+    args = f"assay {OPTIONS} --seeds 0 1 --jobs {jobs} --out {tmp_path}".split()
+    for _ in range(2):
+        assert cli.main([*args, "--lr", "1e20"]) == 0
+        assert "mlp relu seed 1: diverged in task 0 (" in capsys.readouterr().err
+    for _ in range(2):
+        assert cli.main(args) == 0
+        said = capsys.readouterr().err
+        path = next(path for path in tmp_path.glob("assay/*/seed1") if len(lab.read_lines(path)) > 1)
+        assert f"mlp relu seed 1: done, accuracy {100 * lab.read_lines(path)[-1]['test_accuracy']:.1f}% (" in said
+
+
+def test_what_is_drawn_by_default_is_the_papers_or_half_of_what_there_is():
+    def drawn(**values):
+        full = AssayConfig(**values).resolved()
+        return full.calibration, full.probe
+
+    assert drawn() == drawn(model="resnet18") == drawn(train_size=4096) == (2048, 2048)
+    assert drawn(data="permuted-digits") == (720, 720)
+    assert drawn(train_size=1000) == (500, 500)
+    assert drawn(train_size=1000, probe=900) == (100, 900)
+    assert drawn(train_size=4000, calibration=1000) == (1000, 2048)
+    assert AssayConfig(calibration=2048).key() == AssayConfig().key()
+
+
 def test_the_defaults_are_the_papers():
     mlp = AssayConfig().resolved()
     assert (mlp.data, mlp.tasks, mlp.epochs, mlp.batch_size, mlp.lr) == ("permuted-mnist", 30, 1, 64, 0.01)
@@ -185,6 +211,15 @@ def fragile(inputs, classes, seed):
 def number():
     return 3
 
+def demanding(inputs, depth):
+    return wide(inputs, depth)
+
+def failing():
+    raise KeyError("no such thing\\nand more")
+
+def narrow(classes):
+    return wide(5, classes)
+
 constant = 5
 """
 
@@ -193,6 +228,7 @@ constant = 5
 def factories(tmp_path, monkeypatch):
     """A module of the user's in the directory where the command is started."""
     (tmp_path / "mine_for_assay.py").write_text(FACTORY)
+    (tmp_path / "misspelt_for_assay.py").write_text("def f(:")
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("mine_for_assay", None)
@@ -284,13 +320,33 @@ def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():
         ("--probe 0", "probe=0 must be a whole number, 1 or more"),
         ("--lr 0", "lr=0.0 must be a number above 0"),
         ("--jobs 0", "jobs=0 must be 1 or more"),
-        ("--data permuted-digits --jobs 1", "cannot draw 4096 different examples"),
+        (
+            "--data permuted-digits --probe 1440 --jobs 1",
+            "cannot draw 1441 different examples from 1440: ask for fewer",
+        ),
+        ("--seeds -1", "seed=-1 must be a whole number from 0 to 2**31 - 1"),
+        ("--seeds 3000000000", "seed=3000000000 must be"),
+        ("--momentum 5", "momentum=5.0 must be a number in [0, 1)"),
+        ("--lr-drops -5", "lr_drops=(-5,) must be whole numbers, 0 or more"),
+        ("--lr 1e39", "lr=1e+39 must be a number above 0 and below 3.4e38"),
+        ("--weight-decay 1e300", "weight_decay=1e+300 must be a number, 0 or more and below 3.4e38"),
+        ("--batch-size 100000000000000000000", "batch_size=100000000000000000000 must be a whole number, 1 or more"),
+        ("--data permuted-digits --width 10000000 --jobs 1", "there is not enough memory"),
+        ("--device cuda:99 --data permuted-digits", "device 'cuda:99' cannot be used here"),
+        ("--device meta --data permuted-digits", "device 'meta' cannot be used here"),
         ("--data permuted-digits --train-size 9999 --jobs 1", "train_size=9999 is more than the 1440 images"),
         ("--data-dir /nowhere/at/all --jobs 1", "/nowhere/at/all"),
         ("--model no_such_module:f --data permuted-digits --jobs 1", "cannot import 'no_such_module'"),
         ("--model mine_for_assay:nothing --data permuted-digits --jobs 1", "has no 'nothing'"),
         ("--model mine_for_assay:constant --data permuted-digits --jobs 1", "is a int, not a function"),
         ("--model mine_for_assay:number --data permuted-digits --jobs 1", "returned a int, not a torch.nn.Module"),
+        ("--model misspelt_for_assay:f --data permuted-digits --jobs 1", "'misspelt_for_assay' (SyntaxError: "),
+        (
+            "--model mine_for_assay:demanding --data permuted-digits --jobs 1",
+            "failed with TypeError (demanding() missing",
+        ),
+        ("--model mine_for_assay:failing --data permuted-digits --jobs 1", "failed with KeyError ('no such thing"),
+        ("--model mine_for_assay:narrow --data permuted-digits --jobs 1", "does not work on an input of shape (2, 64)"),
         ("--chekpoints 1", "--chekpoints"),
     ],
 )
@@ -307,6 +363,7 @@ def test_damaged_results_are_named(done, tmp_path):
     path.mkdir(parents=True)
     for name in ("config.json", "checkpoint.pt"):
         (path / name).write_bytes((done / name).read_bytes())
-    (path / "assay.jsonl").write_text('{"checkpoint": 0')
-    with pytest.raises(UserError, match="is damaged: delete"):
-        lab.assay(TINY, tmp_path)
+    for damage in ('{"checkpoint": 0', "[1]\n"):
+        (path / "assay.jsonl").write_text(damage)
+        with pytest.raises(UserError, match="is damaged: delete"):
+            lab.assay(TINY, tmp_path)

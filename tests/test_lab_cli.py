@@ -80,6 +80,7 @@ def test_overviews_list_what_there_is(capsys) -> None:
         (["run", "permuted-digits", "--method", "gdx"], ["'gdx'", "'gxd'"]),
         (["run", "permuted-digits", "--rate", "3"], ["rate=3.0", "[0, 1]"]),
         (["run", "permuted-digits", "--device", "abacus"], ["device 'abacus'", "--device cpu"]),
+        (["run", "permuted-digits", "--device", "meta"], ["device 'meta'", "--device cpu", 'device = "cpu"']),
         (["run", "permuted-digits", "--seeds"], ["--seeds"]),
         (["run", "permuted-mnist", "--data-dir", "/nowhere"], ["MNIST", "/nowhere", "gxd data fetch mnist"]),
         (["run", "permuted-digits", "--out", "/dev/null/x"], ["cannot write to /dev/null/x", "--out"]),
@@ -101,6 +102,11 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path) -> None:
     code, said = complaint(capsys, "run", "permuted-digits", "--out", str(tmp_path))
     assert code == 1 and "the disk is full" in said and "config.json" in said
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"]
+
+
+def test_a_network_that_no_memory_holds_is_one_line(capsys, tmp_path) -> None:
+    code, said = complaint(capsys, "run", "permuted-digits", "--width", "10000000", "--out", str(tmp_path))
+    assert code == 2 and "not enough memory" in said and "choose a smaller network" in said
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch, tmp_path) -> None:

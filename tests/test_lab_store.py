@@ -89,9 +89,20 @@ def test_metrics_without_a_checkpoint_begin_anew(tmp_path) -> None:
 def test_a_reader_does_not_see_a_line_that_is_being_written(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"task": 0}\n{"task": 1, "lo')
     assert read_metrics(tmp_path) == [{"task": 0}]
-    (tmp_path / "metrics.jsonl").write_text('{"task": 0}\n{"task": 1, "lo\n')
-    with pytest.raises(UserError, match="damaged"):
-        read_metrics(tmp_path)
+    for damage in ('{"task": 1, "lo\n', "[1]\n", "null\n"):
+        (tmp_path / "metrics.jsonl").write_text('{"task": 0}\n' + damage)
+        with pytest.raises(UserError, match="damaged"):
+            read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [{"config": []}, {"config": None}, {"resumed": 3}])
+def test_a_damaged_config_is_one_clear_line(tmp_path, damage) -> None:
+    opened(tmp_path).close()
+    file = tmp_path / "run" / "config.json"
+    store.write_json(file, {**store.read_json(file), **damage})
+    for use in (opened, lambda path: read_config(path / "run")):
+        with pytest.raises(UserError, match=r"config\.json is damaged: delete"):
+            use(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"no checkpoint at all"])

@@ -109,6 +109,8 @@ def test_the_paper_s_grid_is_the_paper_s() -> None:
         ("tasks = 3", "seed = 3", "seed in [fixed]: the seeds are a list of their own"),
         ("seeds = [100, 101]", "seeds = []", "seeds = [] must be a list of whole numbers"),
         ("seeds = [100, 101]", "seeds = [1, 1]", "has a seed twice"),
+        ("seeds = [0]", "seeds = [3000000000]", "seed=3000000000 must be a whole number from 0 to 2**31 - 1"),
+        ("tasks = 3", "lr = 1e300", "lr=1e+300 must be a number above 0 and below 3.4e38"),
         ("seeds = [100, 101]", "seeds = [0, 1]", "seed 0 is in both stages"),
         ('per = ["method"]', 'per = ["metod"]', "unknown setting 'metod' in per of [final]. Did you mean 'method'?"),
         ('per = ["method"]', "", "[final] needs per"),
@@ -124,6 +126,11 @@ def test_a_mistake_in_the_file_is_named_in_one_line(tmp_path: Path, old: str, ne
     assert message in str(error.value)
     assert "small.toml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"grid = \[\] leaves nothing to run"):
+        load(written(tmp_path, 'experiment = "permuted-digits"\nseeds = [0]\ngrid = []'))
 
 
 @pytest.mark.parametrize(

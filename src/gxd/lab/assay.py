@@ -21,9 +21,10 @@ from torch import nn
 import gxd
 from gxd.lab import streams
 from gxd.lab.assay_config import AssayConfig
-from gxd.lab.errors import UserError
+from gxd.lab.errors import UserError, first_line
 from gxd.lab.progress import Board, Progress
-from gxd.lab.store import STATUS, RunDirectory, read_json, write_bytes
+from gxd.lab.run import find_device, out_of_memory_in_words
+from gxd.lab.store import STATUS, RunDirectory, objects, read_json, write_bytes
 from gxd.lab.streams import Stream, Task
 from gxd.lab.workers import cores, follow_parent, without_interrupts
 
@@ -43,12 +44,13 @@ def assay(config: AssayConfig, root: str | Path, *, report: Report | None = None
     The lines are the same whether or not it was interrupted: tasks are functions of (seed, number), and an assay
     leaves the model as it was.
     """
-    config = config.resolved()
+    config, report = config.resolved(), report or (lambda progress: None)
     path = config.directory(root)
     if _over(path):
+        report(_progress(config, int(read_json(path / STATUS).get("task", 0)), read_lines(path)))
         return path
-    with _threads(config.threads):
-        work = _Assay(config, report or (lambda progress: None))  # before the directory: this finds mistakes
+    with out_of_memory_in_words(), _threads(config.threads):
+        work = _Assay(config, report)  # before the directory: this finds mistakes
         with RunDirectory(path, cast(Any, config)) as directory:
             if not _over(path):  # meanwhile
                 work.run(directory)
@@ -59,24 +61,44 @@ def _over(path: Path) -> bool:
     return (path / STATUS).exists() and read_json(path / STATUS).get("status") in ("done", "diverged")
 
 
+def _progress(config: AssayConfig, done: int, lines: Sequence[Mapping[str, Any]]) -> Progress:
+    """How far an assay is: rounds of training and checkpoints count as a step each."""
+    assert config.checkpoints is not None
+    steps = max(config.checkpoints) + len(config.checkpoints)
+    return Progress(done + len(lines), steps, lines[-1].get("test_accuracy") if lines else None)
+
+
+def _note(config: AssayConfig, root: Path) -> str:
+    """How an assay that is over ended, if it did not go well."""
+    status = read_json(config.directory(root) / STATUS)
+    unit = "epoch" if config.resolved().tasks == 1 else "task"
+    return f"diverged in {unit} {status['task']}" if status["status"] == "diverged" else ""
+
+
 class _Assay:
     """One model on its way through the checkpoints."""
 
     def __init__(self, config: AssayConfig, report: Report) -> None:
         assert config.checkpoints is not None and config.lr is not None
         assert config.momentum is not None and config.weight_decay is not None
+        assert config.calibration is not None and config.probe is not None
         self.config, self.report, self.checkpoints = config, report, config.checkpoints
-        self.device = torch.device(config.device)
+        self.sizes = config.calibration, config.probe
+        self.device = find_device(config.device)
         self.stream: Stream = config.stream()
         self.model = config.build(self.stream).to(self.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
-        (x, _), _ = self.task(0).draw(config.calibration, config.probe)
-        self.plan = gxd.find_units(self.model, x[:2], residual=config.residual)
+        (x, _), _ = self.task(0).draw(*self.sizes)
+        try:
+            self.plan = gxd.find_units(self.model, x[:2], residual=config.residual)
+        except gxd.TraceError as error:
+            raise UserError(
+                f"--model {config.model} does not work on an input of shape {tuple(x[:2].shape)} ({first_line(error)})"
+            ) from error
         if not self.plan.groups:
             raise UserError(f"--model {config.model} has no units to clamp: print(gxd.find_units(model, x)) says why")
-        self.accuracy: float | None = None
         self.done = 0  # rounds
 
     def run(self, directory: RunDirectory) -> None:
@@ -91,21 +113,21 @@ class _Assay:
             self.optimizer.load_state_dict(state["optimizer"])
         rounds, lines = max(self.checkpoints), read_lines(directory.path)
         known = {line["checkpoint"] for line in lines}
-        self._tell(len(known))
+        self._tell(lines)
         while True:
             if self.done in self.checkpoints and self.done not in known:
                 self.save()
                 lines.append(self.measure())
                 write_lines(directory.path, lines)
                 known.add(self.done)
-                self._tell(len(known))
+                self._tell(lines)
             if self.done >= rounds:
                 break
             if not self.learn():
                 directory.set_status("diverged", self.done, time.monotonic() - self.began)
                 return
             self.done += 1
-            self._tell(len(known))
+            self._tell(lines)
             if time.monotonic() - self.saved > SAVE_EVERY:
                 self.save()
         directory.set_status("done", self.done, time.monotonic() - self.began)
@@ -117,9 +139,8 @@ class _Assay:
         self.directory.set_status("running", self.done, time.monotonic() - self.began)
         self.saved = time.monotonic()
 
-    def _tell(self, assayed: int) -> None:
-        steps = max(self.checkpoints) + len(self.checkpoints)
-        self.report(Progress(self.done + assayed, steps, self.accuracy))
+    def _tell(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.report(_progress(self.config, self.done, lines))
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -164,8 +185,8 @@ class _Assay:
         config = self.config
         assert config.utilities is not None
         task = self.task(max(0, self.done - 1) if config.tasks != 1 else 0)
-        self.accuracy = accuracy(self.model, task)
-        calibration, probe = task.draw(config.calibration, config.probe)
+        hits = accuracy(self.model, task)
+        calibration, probe = task.draw(*self.sizes)
         cost = gxd.reset_cost(
             self.model,
             calibration,
@@ -177,7 +198,7 @@ class _Assay:
             positions=config.positions,
             seed=streams.generator(config.seed, self.done, "assay").initial_seed(),
         )
-        return {"checkpoint": self.done, "test_accuracy": self.accuracy, **line(cost)}
+        return {"checkpoint": self.done, "test_accuracy": hits, **line(cost)}
 
 
 def line(cost: gxd.ResetCost) -> dict[str, Any]:
@@ -215,7 +236,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+        return objects(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file} is damaged: delete {path}, and the assay starts anew") from error
 
@@ -271,7 +292,8 @@ def assay_all(configs: Sequence[AssayConfig], root: Path, board: Board, jobs: in
                     del busy[pipe]
                     if process.exitcode and number not in failed:
                         failed[number] = f"its process ended with exit code {process.exitcode}; start it again"
-                    board.finish(name, f"failed: {failed[number]}" if number in failed else "")
+                    note = f"failed: {failed[number]}" if number in failed else _note(configs[number], root)
+                    board.finish(name, note)
                 else:
                     if isinstance(said, Progress):
                         board.update(name, said)
@@ -330,13 +352,14 @@ def command(argv: list[str]) -> int:
     ]
     for config in configs:
         config.resolved()  # a mistake shows before anything is started
+    find_device(options.config.device)
     failed: dict[int, str] = {}
     jobs = options.jobs or cores()
     with Board(len(configs)) as board:
         if jobs == 1 or len(configs) == 1:
             for config in configs:
                 assay(config, options.out, report=board.follow(config.label()))
-                board.finish(config.label())
+                board.finish(config.label(), _note(config, options.out))
         else:
             failed = assay_all(configs, options.out, board, jobs)
     paths = [config.directory(options.out) for config in configs]

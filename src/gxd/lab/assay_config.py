@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,8 +22,8 @@ from torch import nn
 
 import gxd
 from gxd.lab import models, streams
-from gxd.lab.config import MACHINE
-from gxd.lab.errors import UserError
+from gxd.lab.config import MACHINE, check_range
+from gxd.lab.errors import UserError, first_line
 
 DATA: dict[str, Callable[..., streams.Stream]] = {
     "permuted-mnist": streams.permuted_mnist,
@@ -36,10 +36,10 @@ PAPER: dict[str, dict[str, Any]] = {
     | {"momentum": 0.9, "weight_decay": 5e-4, "decay_at": (0.3, 0.6, 0.8)},
 }
 PAPER["small_resnet"] = PAPER["resnet18"]
-COUNTS = (
-    *("width", "depth", "tasks", "epochs", "train_size", "batch_size", "threads"),
-    *("calibration", "probe", "units_per_group", "all_logit_examples"),
-)
+IMAGES = {"permuted-mnist": 60_000, "permuted-digits": 1440, "cifar100": 45_000}
+"""How many there are to train on."""
+DRAWN = 2048
+"""Examples to score on, and examples to clamp on, where the data have so many."""
 # The paper's checkpoints as shares of the training: 0, 5, 10, 20, 30 tasks; 60, 120, 160, 200 epochs.
 CHECKPOINTS = {"mlp": (0.0, 1 / 6, 1 / 3, 2 / 3, 1.0), "resnet18": (0.3, 0.6, 0.8, 1.0)}
 
@@ -87,17 +87,18 @@ class AssayConfig:
     """Weight decay of SGD. None: the paper's.
     Paper: 0 for the MLP, 5e-4 for ResNet-18."""
     lr_drops: tuple[int, ...] | None = None
-    """After so many epochs the learning rate is multiplied by 0.2. None: at 30, 60 and 80 % of the training for the
-    ResNets, never for others.
+    """After so many tasks, or epochs if there is one task, the learning rate is multiplied by 0.2. None: at 30, 60
+    and 80 % of the training for the ResNets, never for others.
     Paper: 60, 120 and 160 for ResNet-18, never for the MLP."""
     checkpoints: tuple[int, ...] | None = None
     """When to assay: after so many tasks, or epochs if there is one task. None: the paper's, scaled to the training.
     Paper: 0, 5, 10, 20, 30 tasks for the MLP; 60, 120, 160, 200 epochs for ResNet-18."""
-    calibration: int = 2048
-    """Examples the utilities are scored on, drawn from the training data of the task that was trained last.
+    calibration: int | None = None
+    """Examples the utilities are scored on, drawn from the training data of the task that was trained last. None: the
+    paper's, or half of the data if there are fewer.
     Paper: 2048."""
-    probe: int = 2048
-    """Other examples of the same task, on which every unit is clamped.
+    probe: int | None = None
+    """Other examples of the same task, on which every unit is clamped. None: as for --calibration.
     Paper: 2048."""
     utilities: tuple[str, ...] | None = None
     """Which utilities to compare. None: all that are registered."""
@@ -131,14 +132,10 @@ class AssayConfig:
             raise UserError(f"unknown activation {self.activation!r}: the activations are {known}")
         if "resnet" in self.model and self.model in models.MODELS and self.activation != "relu":
             raise UserError(f"{self.model} has ReLUs only: leave out --activation {self.activation}")
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number, 1 or more")
-        for name, low in (("lr", 0.0), ("momentum", -1e-300), ("weight_decay", -1e-300)):
-            value = getattr(self, name)
-            if value is not None and not low < value < math.inf:
-                raise UserError(f"{name}={value!r} must be a number {'above 0' if name == 'lr' else '0 or more'}")
+        for each in fields(self):
+            check_range(each.name, getattr(self, each.name))
+        if any(drop < 0 for drop in self.lr_drops or ()):
+            raise UserError(f"lr_drops={self.lr_drops!r} must be whole numbers, 0 or more")
         for name in self.utilities or ():
             if name not in gxd.utilities():
                 near = difflib.get_close_matches(name, gxd.utilities(), n=1)
@@ -156,6 +153,7 @@ class AssayConfig:
         if self.data == "cifar100" and "tasks" in chosen:
             chosen["tasks"] = 1  # there is only one
         full = replace(self, **chosen)
+        full = replace(full, **full._drawn())
         if full.data == "cifar100" and full.tasks != 1:
             raise UserError(f"tasks={full.tasks!r}: all of cifar100 is one task; say how long with --epochs")
         rounds = full.rounds
@@ -171,6 +169,15 @@ class AssayConfig:
             raise UserError(f"checkpoints={full.checkpoints!r} must lie between 0 and the {rounds} {unit} of training")
         ordered = tuple(sorted(set(full.checkpoints)))
         return replace(full, checkpoints=ordered, utilities=full.utilities or tuple(gxd.utilities()))
+
+    def _drawn(self) -> dict[str, Any]:
+        """How many examples to draw where nothing was said. What is scored and what is clamped are different ones."""
+        assert self.data is not None
+        images = min(self.train_size or IMAGES[self.data], IMAGES[self.data])
+        wanted = {"calibration": self.calibration, "probe": self.probe}
+        missing = [name for name, size in wanted.items() if size is None]
+        left = images - sum(size for size in wanted.values() if size is not None)
+        return {name: max(1, min(DRAWN, left // len(missing))) for name in missing}
 
     @property
     def rounds(self) -> int:
@@ -226,10 +233,17 @@ class AssayConfig:
             return models.MODELS[self.model](**offered)
         offered |= {"inputs": inputs, "input_shape": stream.input_shape, "activation": self.activation}
         factory = _factory(self.model)
-        wanted = inspect.signature(factory).parameters
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = factory(**{name: value for name, value in offered.items() if name in wanted})
+        try:
+            wanted = inspect.signature(factory).parameters
+            given = {name: value for name, value in offered.items() if name in wanted}
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                model = factory(**given)
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(
+                f"--model {self.model} failed with {type(error).__name__} ({first_line(error)}); it may take any of "
+                f"{', '.join(offered)}, and is given no other argument"
+            ) from error
         if not isinstance(model, nn.Module):
             raise UserError(f"--model {self.model} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
@@ -240,11 +254,14 @@ def _factory(spec: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:  # the user's own file, where the command is started
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise UserError(f"--model {spec}: cannot import {module!r} ({error})") from error
-    except (AttributeError, ValueError) as error:
-        raise UserError(f"--model {spec}: {module!r} has no {name!r}") from error
+        imported = importlib.import_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"--model {spec}: cannot import {module!r} ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if not hasattr(imported, name):
+        raise UserError(f"--model {spec}: {module!r} has no {name!r}")
+    found = getattr(imported, name)
     if not callable(found):
         raise UserError(f"--model {spec}: {name!r} is a {type(found).__name__}, not a function that returns a model")
     factory: Callable[..., Any] = found

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 import tyro
 
 import gxd
@@ -30,16 +31,18 @@ RESETS = ("rate", "maturity", "decay", "compensate", "score_every", "positions",
 # Compilation takes 5 to 20 seconds and saves 0.5 to 1.3 milliseconds per step of an MLP.
 COMPILE_FROM = 20_000
 
+# What torch can hold: parameters are float32, and sizes and thread counts that it keeps in 32 bits must fit.
+_LARGEST = torch.finfo(torch.float32).max
+_COUNT: tuple[Callable[[Any], bool], str] = (lambda v: 1 <= v < 2**31, "a whole number, 1 or more and below 2**31")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("width", "depth", "tasks", "epochs", "batch_size", "score_every", "threads"),
-        (lambda v: v >= 1, "a whole number, 1 or more"),
-    ),
-    "lr": (lambda v: 0 < v < math.inf, "a number above 0; the paper uses 0.1 and 0.3"),
+    **dict.fromkeys(("width", "depth", "tasks", "epochs", "batch_size", "score_every", "threads"), _COUNT),
+    # Of the assay.
+    **dict.fromkeys(("train_size", "calibration", "probe", "units_per_group", "all_logit_examples"), _COUNT),
+    "lr": (lambda v: 0 < v <= _LARGEST, "a number above 0 and below 3.4e38; the paper uses 0.01 to 0.3"),
     "momentum": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    "weight_decay": (lambda v: 0 <= v < math.inf, "a number, 0 or more"),
+    "weight_decay": (lambda v: 0 <= v <= _LARGEST, "a number, 0 or more and below 3.4e38"),
     "rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]; the paper uses 1e-5 to 1e-3"),
-    "maturity": (lambda v: v >= 0, "a whole number of steps, 0 or more"),
+    "maturity": (lambda v: 0 <= v < 2**31, "a whole number of steps, 0 or more and below 2**31"),
     "decay": (lambda v: 0 <= v < 1, "a number in [0, 1); the paper uses 0.99"),
     "seed": (lambda v: 0 <= v < 2**31, "a whole number from 0 to 2**31 - 1"),
 }
@@ -116,8 +119,7 @@ class Experiment:
                 object.__setattr__(self, name, value)
             if not _fits(value, hint):
                 raise UserError(f"{name}={value!r} must be {_RANGES[name][1] if name in _RANGES else _words(hint)}")
-            if value is not None and name in _RANGES and not _RANGES[name][0](value):
-                raise UserError(f"{name}={value!r} must be {_RANGES[name][1]}")
+            check_range(name, value)
         methods = ["backprop", *gxd.utilities()]
         if self.method not in methods:
             raise UserError(f"unknown method {self.method!r}.{_near(self.method, methods)} There are {_list(methods)}")
@@ -314,6 +316,12 @@ def experiment(name: str) -> type[Experiment]:
 
 
 # --- what a field may hold --------------------------------------------------------------------------------------------
+
+
+def check_range(name: str, value: Any) -> None:
+    """Raise :class:`UserError` if the value of a field is out of its range. None, the paper's choice, never is."""
+    if value is not None and name in _RANGES and not _RANGES[name][0](value):
+        raise UserError(f"{name}={value!r} must be {_RANGES[name][1]}")
 
 
 def _hints(cls: type[Experiment]) -> dict[str, Any]:

@@ -5,3 +5,9 @@ from __future__ import annotations
 
 class UserError(Exception):
     """A mistake of the user's, or of their machine. The text is one line that says what is wrong and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as it fits into the message of another; its kind if it says nothing."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gxd.lab.config import Experiment, experiment
+from gxd.lab.config import Experiment, check_range, experiment
 from gxd.lab.errors import UserError
 from gxd.lab.workers import Job
 
@@ -104,6 +104,8 @@ def _parse(name: str, table: Values) -> Sweep:
     known = [f.name for f in fields(kind) if f.name != "seed"]
     fixed = _table(table.get("fixed", {}), "[fixed]", known)
     grids = table.get("grid", {})
+    if grids == []:
+        raise UserError("grid = [] leaves nothing to run: take it out for one run per seed, or fill in a [grid] table")
     grids = [_table(grid, "[grid]", known) for grid in (grids if isinstance(grids, list) else [grids])]
     for key, values in itertools.chain.from_iterable(grid.items() for grid in grids):
         if not isinstance(values, list) or not values:
@@ -162,6 +164,8 @@ def _known(keys: Iterable[Any], known: Sequence[str], what: str, where: str = ""
 def _seeds(value: Any, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(seed) is int and seed >= 0 for seed in value):
         raise UserError(f"{name} = {value!r} must be a list of whole numbers, as in seeds = [0, 1, 2]")
+    for seed in value:
+        check_range("seed", seed)
     if len(set(value)) < len(value):
         raise UserError(f"{name} = {value!r} has a seed twice: take it out")
     return tuple(value)

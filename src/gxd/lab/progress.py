@@ -114,7 +114,7 @@ class Board:
         """A run came to its end; the note says how if it did not go well."""
         self._finished += 1
         run = self._runs.pop(name, None)
-        accuracy = _percent(run.last.accuracy) if run is not None else ""
+        accuracy = _percent(run.last.accuracy if run is not None else None)
         took = clock(self._now() - run.began) if run is not None else "0:00"
         count = f"[{self._finished}/{self._total}] " if self._many else ""
         line = f"{count}{name}: {note or f'done, accuracy {accuracy}'} ({took})"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gxd
 from gxd.lab import metrics, models, streams
 from gxd.lab.config import EXPERIMENTS, Cifar100, Experiment, PermutedDigits, PermutedMNIST, experiment
-from gxd.lab.errors import UserError
+from gxd.lab.errors import UserError, first_line
 from gxd.lab.progress import Board, Progress
 from gxd.lab.steps import Step, make_step
 from gxd.lab.store import METRICS, STATUS, RunDirectory, read_json, read_metrics
@@ -209,6 +209,7 @@ def train(
     device = find_device(config.device)
     path = config.run_directory(root)
     with ExitStack() as stack:
+        stack.enter_context(out_of_memory_in_words())
         # Before anything is written: what is wrong with the data shall leave no directory behind.
         stream = None if _is_over(path) else make_stream(config)
         directory = stack.enter_context(RunDirectory(path, config))
@@ -272,18 +273,36 @@ def _catch_up(directory: RunDirectory, tasks: int, report: Report, log: Log) -> 
     lines = directory.lines()
     for line in lines:
         log(line)
-    report(Progress(len(lines), tasks, lines[-1]["test_accuracy"] if lines else None))
+    report(Progress(len(lines), tasks, lines[-1].get("test_accuracy") if lines else None))
 
 
 def find_device(name: str) -> torch.device:
     """The device of a name, if this machine has it."""
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # a meta tensor has no number in it
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"device {name!r} cannot be used here ({first}): use --device cpu") from error
+        raise UserError(
+            f'device {name!r} cannot be used here ({first_line(error)}): use --device cpu, or device = "cpu" in a '
+            "sweep file"
+        ) from error
     return device
+
+
+@contextmanager
+def out_of_memory_in_words() -> Iterator[None]:
+    """An allocation that fails in this block is the user's to put right."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch raises a plain RuntimeError, also for sizes that no memory has.
+        known = ("DefaultCPUAllocator", "out of memory", "Storage size calculation overflowed")
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in known):
+            raise
+        raise UserError(
+            f"there is not enough memory ({first_line(error)}): choose a smaller network or a smaller batch_size, or "
+            "run fewer at a time"
+        ) from error
 
 
 def _is_over(path: Path) -> bool:

@@ -69,12 +69,12 @@ class RunDirectory:
             }
             write_json(self.path / CONFIG, record)
             return
-        theirs = read_json(self.path / CONFIG)
+        theirs = _record(self.path)
         if theirs.get("experiment") != config.name:
             raise UserError(
                 f"{self.path} holds a run of {theirs.get('experiment')!r}, not {config.name!r}: choose another --out"
             )
-        other = theirs.get("config", {})
+        other = theirs["config"]
         for name in dict.fromkeys([*settings, *other]):
             if other.get(name) != settings.get(name):
                 raise UserError(
@@ -181,15 +181,31 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     whole = file.read_bytes().rpartition(b"\n")[0]
     try:
-        return [json.loads(line) for line in whole.splitlines()]
+        return objects(whole)
     except ValueError as error:
         raise UserError(f"{file} is damaged: delete {path}, and run it again") from error
 
 
 def read_config(path: Path) -> Experiment:
     """The config of the run in a directory."""
+    record = _record(path)
+    return experiment(str(record.get("experiment"))).from_dict(record["config"])
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What config.json says."""
     record = read_json(path / CONFIG)
-    return experiment(str(record.get("experiment"))).from_dict(record.get("config", {}))
+    if not isinstance(record.get("config"), dict) or not isinstance(record.get("resumed", []), list):
+        raise UserError(f"{path / CONFIG} is damaged: delete {path}, and run it again")
+    return record
+
+
+def objects(text: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of a text that has one in every line. Raises :class:`ValueError` if a line is none."""
+    found = [json.loads(line) for line in text.splitlines()]
+    if not all(isinstance(one, dict) for one in found):
+        raise ValueError("a line is no JSON object")
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -97,7 +97,10 @@ class Task:
         """
         images, labels = (self.test_images, self.test_labels) if test else (self.train_images, self.train_labels)
         if sum(sizes) > len(labels):
-            raise UserError(f"cannot draw {sum(sizes)} different examples from {len(labels)}: ask for fewer")
+            raise UserError(
+                f"cannot draw {sum(sizes)} different examples from {len(labels)}: ask for fewer, "
+                "with --calibration and --probe"
+            )
         order = torch.randperm(len(labels), generator=generator(self.seed, self.number, "draw"))
         parts = order[: sum(sizes)].to(labels.device).split(sizes)
         return tuple((self._inputs(images, rows), labels.index_select(0, rows)) for rows in parts)
