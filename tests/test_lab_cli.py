@@ -147,6 +147,43 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
     assert store.read_metrics(path) and not list(path.glob("*.part"))
 
 
+SCRIPT = "import sys; from gxd.lab.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered", "codes", "said"),
+    [
+        ("--help >/dev/full", "", [1], "gxd: the output cannot be written (No space left on device)\n"),
+        ("--version >&-", "", [0], ""),
+        ("nonsense 2>&-", "", [2], ""),
+        ("--help | true", "1", [1], ""),
+        ("data verify --help | true", "", [1], ""),
+        ("data verify mnist --data-dir /nowhere | true", "", [1, 2], None),
+    ],
+)
+def test_output_that_nobody_reads_is_no_traceback(tmp_path, command, unbuffered, codes, said) -> None:
+    """A full disk, closed streams, a pipe whose reader is gone."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    words, _, reader = command.partition(" | ")
+    line = f'{{ "$0" -c "$1" {words}; echo $? >code; }}' + (f" | {reader}" if reader else "")
+    ended = subprocess.run(
+        ["bash", "-c", line, sys.executable, SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    assert said is None or ended.stderr == said
+    assert int((tmp_path / "code").read_text()) in codes
+
+
+def test_a_board_needs_no_stderr_and_the_output_no_unicode(tmp_path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
+    options = "--data permuted-digits --width 8 --depth 1 --tasks 2 --calibration 64 --probe 48 --utilities gxd"
+    argv = ["assay", *options.split(), "--seeds", "0", "--out", str(tmp_path)]
+    ended = subprocess.run(
+        ["bash", "-c", '"$0" -c "$@" 2>&-', sys.executable, SCRIPT, *argv], env=environment, stdout=subprocess.PIPE
+    )
+    assert ended.returncode == 0 and b" ? 0." in ended.stdout
+
+
 # --- arguments and bars -----------------------------------------------------------------------------------------------
 
 

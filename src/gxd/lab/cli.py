@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from gxd.lab.errors import UserError
 
@@ -25,23 +27,21 @@ EXTRA = "the command gxd needs the lab's packages: pip install 'gxd[lab]'"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if args[0] in ("-V", "--version"):
-        import gxd
-
-        print(f"gxd {gxd.__version__}")
-        return 0
-    name, rest = args[0], args[1:]
+    _prepare_streams()
+    code = _guarded(list(sys.argv[1:] if argv is None else argv))
     try:
-        if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown command {name!r}.{hint} The commands are {', '.join(COMMANDS)}")
-        code: int = importlib.import_module(COMMANDS[name][0]).command(rest)
-        return code
+        sys.stdout.flush()  # here, for at the end of Python nobody could say what went wrong
+    except BrokenPipeError:
+        return _silenced(code)
+    except OSError as error:
+        return _silenced(code or _complain(f"the output cannot be written ({error.strerror})", 1))
+    return code
+
+
+def _guarded(args: list[str]) -> int:
+    """Run one command. What goes wrong becomes one line and an exit code."""
+    try:
+        return _run(args)
     except UserError as error:
         return _complain(str(error), 2)
     except KeyboardInterrupt:
@@ -51,10 +51,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"no module named {error.name!r}: {EXTRA}", 2)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _silenced(1)
     except OSError as error:
         return _complain(_in_words(error), 1)
+
+
+def _run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version"):
+        import gxd
+
+        print(f"gxd {gxd.__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"unknown command {name!r}.{hint} The commands are {', '.join(COMMANDS)}")
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).command(rest)
+    except SystemExit:  # --help
+        sys.stdout.flush()
+        raise
+    return code
 
 
 def usage() -> str:
@@ -63,8 +84,28 @@ def usage() -> str:
     return "\n".join(["usage: gxd COMMAND ...", "", *lines, "", "gxd COMMAND --help says what each takes."])
 
 
+def _prepare_streams() -> None:
+    """What is said to a stream that was closed is lost, and what a stream has no letter for is a question mark: no
+    reason to lose the work that came before.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _silenced(code: int) -> int:
+    """Throw away what stdout still holds: Python would try to write it once more at the end, and complain."""
+    with suppress(io.UnsupportedOperation), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    return code or 1
+
+
 def _complain(message: str, code: int) -> int:
-    print(f"gxd: {message}", file=sys.stderr)
+    with suppress(OSError):  # nobody hears it, but the exit code tells
+        print(f"gxd: {message}", file=sys.stderr)
     return code
 
 
