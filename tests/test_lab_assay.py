@@ -220,6 +220,9 @@ def failing():
 def narrow(classes):
     return wide(5, classes)
 
+def few(inputs):
+    return wide(inputs, 3)
+
 constant = 5
 """
 
@@ -347,6 +350,10 @@ def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():
         ),
         ("--model mine_for_assay:failing --data permuted-digits --jobs 1", "failed with KeyError ('no such thing"),
         ("--model mine_for_assay:narrow --data permuted-digits --jobs 1", "does not work on an input of shape (2, 64)"),
+        (
+            "--model mine_for_assay:few --data permuted-digits --jobs 1",
+            "makes (2, 3) of an input of shape (2, 64), not (2",
+        ),
         ("--chekpoints 1", "--chekpoints"),
     ],
 )

@@ -181,8 +181,13 @@ def test_ranks_agree_with_the_singular_values_for_tall_and_wide_matrices():
 
 
 def test_ranks_are_those_of_what_the_head_reads():
-    for model, shape in ((models.mlp(64, 10, width=16), (64,)), (models.small_resnet(10), (3, 32, 32))):
-        x, y, plan = probe(model, 6, shape)
+    for model, shape, residual in (
+        (models.mlp(64, 10, width=16), (64,), "group"),
+        (models.small_resnet(10), (3, 32, 32), "group"),
+        (models.small_resnet(10), (3, 32, 32), "skip"),  # its last unit is read by a convolution before the head
+    ):
+        x, y, _ = probe(model, 6, shape)
+        plan = gxd.find_units(model, x[:2], residual=residual)
         read = []
         handle = model.head.register_forward_hook(lambda m, args, out, read=read: read.append(args[0]))
         with torch.no_grad():

@@ -16,12 +16,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 import gxd
 from gxd.lab import streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError, first_line
+from gxd.lab.metrics import as_found
 from gxd.lab.progress import Board, Progress
 from gxd.lab.run import find_device, out_of_memory_in_words
 from gxd.lab.store import STATUS, RunDirectory, objects, read_json, write_bytes
@@ -91,12 +92,11 @@ class _Assay:
             self.model.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
         (x, _), _ = self.task(0).draw(*self.sizes)
+        _try_out(self.model, x[:2], self.stream.classes, config.model)
         try:
             self.plan = gxd.find_units(self.model, x[:2], residual=config.residual)
         except gxd.TraceError as error:
-            raise UserError(
-                f"--model {config.model} does not work on an input of shape {tuple(x[:2].shape)} ({first_line(error)})"
-            ) from error
+            raise UserError(f"--model {config.model}: {first_line(error)}") from error
         if not self.plan.groups:
             raise UserError(f"--model {config.model} has no units to clamp: print(gxd.find_units(model, x)) says why")
         self.done = 0  # rounds
@@ -199,6 +199,21 @@ class _Assay:
             seed=streams.generator(config.seed, self.done, "assay").initial_seed(),
         )
         return {"checkpoint": self.done, "test_accuracy": hits, **line(cost)}
+
+
+def _try_out(model: nn.Module, x: Tensor, classes: int, name: str) -> None:
+    """Raise unless the model turns examples into logits. Tracing it would find out too, but say so at length."""
+    shape = tuple(x.shape)
+    try:
+        with as_found(model, x), torch.no_grad():
+            logits = model(x)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"--model {name} does not work on an input of shape {shape} ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.shape != (len(x), classes):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"--model {name} makes {found} of an input of shape {shape}, not {(len(x), classes)}: logits")
 
 
 def line(cost: gxd.ResetCost) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def measure(
     A model that has diverged gives NaNs, no exception.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    with _as_found(model, x), torch.enable_grad(), _Reading(model, plan) as reading:
+    with as_found(model, x), torch.enable_grad(), _Reading(model, plan) as reading:
         value = loss(model(x), y)
         gradients = torch.autograd.grad(value, [parameter for _, parameter in named], allow_unused=True)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def dormant_units(model: nn.Module, x: Tensor, plan: gxd.UnitPlan | None = None)
     Example: ``{name: dormant.float().mean() for name, dormant in dormant_units(model, x).items()}``.
     """
     plan = plan if plan is not None else gxd.find_units(model, x)
-    with _as_found(model, x), torch.no_grad(), _Reading(model, plan) as reading:
+    with as_found(model, x), torch.no_grad(), _Reading(model, plan) as reading:
         model(x)
     return reading.dormant()
 
@@ -107,12 +107,12 @@ def ranks(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Reading:
-    """Hooks on the consumers of a plan's units, for one forward pass."""
+    """Hooks on the consumers of a plan's units, and on every layer of weights, for one forward pass."""
 
     def __init__(self, model: nn.Module, plan: gxd.UnitPlan) -> None:
         self.model, self.plan = model, plan
         self.magnitudes: dict[tuple[str, int], Tensor] = {}  # (group, view) -> (size,) mean |h|
-        self.last: Tensor | None = None  # what the last consumer reads, as (examples, features)
+        self.last: Tensor | None = None  # what the last layer of weights reads, be it in the plan or not
         self.handles: list[Any] = []
 
     def __enter__(self) -> _Reading:
@@ -127,6 +127,9 @@ class _Reading:
         for (site, port), views in sites.items():
             module = self.model.get_submodule(site)
             self.handles.append(module.register_forward_pre_hook(self._hook(port, views), with_kwargs=True))
+        for module in self.model.modules():
+            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+                self.handles.append(module.register_forward_pre_hook(self._see, with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,10 +142,13 @@ class _Reading:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with torch.no_grad():
                 source = args[place] if place < len(args) else kwargs[port]
-                self.last = source.detach()
-                self._read(self.last, views)
+                self._read(source.detach(), views)
 
         return hook
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self.last = tensors[0].detach() if tensors else self.last
 
     def _read(self, source: Tensor, views: list[tuple[gxd.Group, int]]) -> None:
         means: dict[int, Tensor] = {}  # axis -> mean |h| of every column; the groups of a stream share it
@@ -162,18 +168,20 @@ class _Reading:
 
     def dormant_fraction(self) -> Tensor:
         """The share of dormant units in all groups; NaN if a unit is not finite."""
+        if not self.magnitudes:
+            raise gxd.PlanError("the forward pass used no layer of the plan: make the plan from this model")
         fraction = torch.cat(list(self.dormant().values())).double().mean()
         return fraction + 0 * torch.cat(list(self.magnitudes.values())).sum()  # infinity and NaN times 0 are NaN
 
     def features(self) -> Tensor:
-        """What the last consumer read, ``(examples, features)``."""
+        """What the last layer read, ``(examples, features)``."""
         if self.last is None:
-            raise gxd.PlanError("the forward pass used no layer of the plan: make the plan from this model")
+            raise gxd.PlanError("the forward pass used no layer of weights, so there are no features to measure")
         return self.last.flatten(1)
 
 
 @contextmanager
-def _as_found(model: nn.Module, x: Tensor) -> Iterator[None]:
+def as_found(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Evaluation mode, so that nothing is observed, dropped out or tracked; every module's own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [x.device] if x.device.type == "cuda" else []
