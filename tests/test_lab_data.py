@@ -179,6 +179,21 @@ def test_missing_and_incomplete_data_sets_name_the_file_and_the_command(tmp_path
         data.cifar100()
 
 
+def test_a_label_that_no_class_has_is_damage(tmp_path, monkeypatch):
+    arrays = {
+        "train-images-idx3-ubyte": torch.zeros(1, dtype=torch.uint8).expand(60000, 28, 28),
+        "train-labels-idx1-ubyte": torch.full((60000,), 200, dtype=torch.uint8),
+    }
+    monkeypatch.setattr(idx, "read", lambda path, remedy: arrays[path.name])
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    for name in arrays:
+        (tmp_path / "MNIST" / "raw" / name).touch()
+    with pytest.raises(
+        UserError, match=r"train-labels.* a label 200, but the classes are 0 to 9.*`gxd data fetch mnist`"
+    ):
+        data.mnist(tmp_path)
+
+
 def test_the_data_directory_is_the_argument_then_the_environment_then_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GXD_DATA", "/somewhere")
     assert data.directory(tmp_path) == tmp_path and data.directory() == Path("/somewhere")

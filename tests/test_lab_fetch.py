@@ -290,19 +290,21 @@ def small(server, monkeypatch):
 
 def test_the_command_fetches_and_verifies(small, tmp_path, capsys):
     where = ["--data-dir", str(tmp_path)]
-    assert cli.main(["data", "verify", "cifar100", *where]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        f"missing {tmp_path}/small/train.bin",
-        f"missing {tmp_path}/small/test.bin",
-    ]
+    assert cli.main(["data", "verify", "cifar100", *where]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"missing {tmp_path}/small/train.bin", f"missing {tmp_path}/small/test.bin"]
+    remedy = f"gxd data fetch cifar100 --data-dir {tmp_path}"
+    assert said.err == f"gxd: 2 files are wrong or missing: `{remedy}` puts that right\n"
     assert cli.main(["data", "fetch", "cifar100", *where]) == 0
     assert f"small is in {tmp_path}" in capsys.readouterr().out
     assert cli.main(["data", "verify", "cifar100", *where]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"ok      {tmp_path}/small/train.bin"
-    assert cli.main(["data", "verify", "cifar100", "--layout", "python", *where]) == 1
+    assert cli.main(["data", "verify", "cifar100", "--layout", "python", *where]) == 2
+    assert "1 file is wrong or missing: `gxd data fetch cifar100 --layout python" in capsys.readouterr().err
     (tmp_path / "small" / "train.bin").write_bytes(b"x")
-    assert cli.main(["data", "verify", "cifar100", *where]) == 1
-    assert "wrong" in capsys.readouterr().out
+    assert cli.main(["data", "verify", "cifar100", *where]) == 2
+    said = capsys.readouterr()
+    assert "wrong" in said.out and "1 file is wrong or missing" in said.err
 
 
 def test_a_mirror_is_used_when_named(small, tmp_path, monkeypatch):
@@ -319,6 +321,12 @@ def test_a_mirror_is_used_when_named(small, tmp_path, monkeypatch):
     [
         (["fetch", "mnisst"], "mnisst"),
         (["fetch", "mnist", "--url", "ftp://server"], "'ftp://server/' is no address of a server"),
+        (["fetch", "mnist", "--url", "http://[bad"], "'http://[bad/' is no address of a server"),
+        (["fetch", "mnist", "--url", "http://server:port"], "'http://server:port/' is no address of a server"),
+        (
+            ["fetch", "mnist", "--data-dir", "/dev/null"],
+            "cannot write to /dev/null (File exists): choose another place",
+        ),
         (["fetch", "mnist", "--layout", "python"], "--layout python: mnist has only one layout"),
         (["fetch", "mnist", "--url", "http://127.0.0.1:1/"], "cannot fetch"),
         (["fetch", "cifar100", "--layout", "python"], "p.tar.gz answers 404"),

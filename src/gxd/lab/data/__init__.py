@@ -80,6 +80,10 @@ def mnist(data_dir: str | Path | None = None) -> Dataset:
             array = idx.read(path, remedy)
             if array.shape != (examples, *axes):
                 raise UserError(f"{path} has shape {tuple(array.shape)}, not {(examples, *axes)}{remedy}")
+            if not axes and int(array.max()) > 9:
+                raise UserError(
+                    f"{path} has a label {int(array.max())}, but the classes are 0 to 9: it is damaged{remedy}"
+                )
             arrays[part, kind[:6]] = array.flatten(1) if axes else array.long()
     return Dataset(
         arrays["train", "images"],

@@ -10,10 +10,12 @@ import gzip
 import hashlib
 import http.client
 import os
+import shlex
 import shutil
 import tarfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -178,9 +180,12 @@ def fetch(source: Source, root: Path, url: str | None = None, watch: Watch = lam
         watch: told how a download goes on.
     """
     base = (url or os.environ.get("GXD_MIRROR") or source.url).rstrip("/") + "/"
-    if not base.startswith(("http://", "https://")):
-        raise UserError(f"{base!r} is no address of a server: it must begin with https:// or http://")
-    root.mkdir(parents=True, exist_ok=True)
+    if not _is_address(base):
+        raise UserError(f"{base!r} is no address of a server: give one such as https://server/directory")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"cannot write to {root} ({error.strerror}): choose another place with --data-dir") from error
     with _alone(root):
         for archive in source.archives:
             if all(condition(root / name, checksum) == "ok" for name, checksum in archive.files.items()):
@@ -193,6 +198,15 @@ def fetch(source: Source, root: Path, url: str | None = None, watch: Watch = lam
             _unpack(place, archive, root)
             if not theirs:
                 place.unlink()
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port
+    except ValueError:  # brackets that do not close, or a port that is no number
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def download(
@@ -350,14 +364,21 @@ def command(argv: list[str]) -> int:
             fetch(source, root, options.url, watch)
         print(f"{source.title} is in {root}; all checksums are right")
         return 0
-    chosen = [layouts[options.layout]] if options.layout else list(layouts.values())
-    found = [verify(source, root) for source in chosen]
+    found = {layout: verify(layouts[layout], root) for layout in ([options.layout] if options.layout else layouts)}
     # Without a layout named, those of which there is anything count; any one will do for the experiments.
-    shown = [states for states in found if set(states.values()) != {"missing"}] or found[:1]
-    for states in shown:
-        for name, state in states.items():
+    there = [layout for layout, states in found.items() if set(states.values()) != {"missing"}]
+    for layout in there or list(found)[:1]:
+        for name, state in found[layout].items():
             print(f"{state:8s}{root / name}")
-    return 0 if all(state == "ok" for states in shown for state in states.values()) else 1
+    for layout in there or list(found)[:1]:
+        bad = sum(state != "ok" for state in found[layout].values())
+        if bad:
+            words = ["gxd", "data", "fetch", options.dataset]
+            words += ["--layout", layout] if layout != next(iter(layouts)) else []
+            words += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
+            are = "file is" if bad == 1 else "files are"
+            raise UserError(f"{bad} {are} wrong or missing: `{shlex.join(words)}` puts that right")
+    return 0
 
 
 @contextmanager
