@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gxd.lab import cli, demo, workers
+from gxd.lab import cli, demo, run, workers
 from gxd.lab.demo import Result
+from gxd.lab.report import demo_page
 from gxd.lab.workers import Failure, Job, Outcome, settled
 
 
@@ -48,6 +50,35 @@ def test_a_quick_demo_ends_with_a_table_a_picture_and_a_page_and_a_second_one_is
     assert "gxd: gxd, seed 0 failed: pretended" in capsys.readouterr().err
     assert (out / "runs" / "mine.txt").read_text() == "keep"
     assert not any(settled(config, out / "runs") for config in demo.configs(quick=True))
+
+
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["demo", "--quick", "--out", str(tmp_path / "file")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"gxd: cannot write to {tmp_path / 'file'}")
+
+
+def test_a_full_disk_leaves_the_page_of_an_earlier_demo_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = demo.configs(quick=True)[0]
+    run.train(config, tmp_path / "runs", checkpoint_every=60)
+    directory = config.run_directory(tmp_path / "runs")
+    demo_page([directory], tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    assert set(before) == {"demo.png", "demo.svg", "index.html"}
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, data[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        demo_page([directory], tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
+    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["runs"]
 
 
 def test_the_table_averages_the_runs_that_lived(tmp_path: Path) -> None:

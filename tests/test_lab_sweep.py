@@ -307,13 +307,13 @@ def test_a_run_that_cannot_be_done_fails_alone_and_the_exit_code_tells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, FILE[: FILE.index("[final]")].replace("100, 101", "0"))
-    sweep, out = load(file), tmp_path / "runs"
+    sweep, out = load(file), tmp_path / "my runs"
     blocked = sweep.runs()[0].run_directory(sweep.root(out))
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where a directory should be")
     assert cli.main(["sweep", str(file), "--out", str(out), "--jobs", "1"]) == 1
     said = capsys.readouterr()
-    assert "2 runs done, 0 of them diverged" in said.out
+    assert f"2 runs done, 0 of them diverged. `gxd report '{out}/small'` shows them" in said.out
     assert "gxd: backprop relu seed 0 failed: cannot write to" in said.err
     assert "Traceback" not in said.err
 

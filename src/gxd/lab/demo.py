@@ -114,6 +114,7 @@ def _train(jobs: Sequence[Job], root: Path, options: Options) -> int:
     """Train with a bar per run. Returns the exit code: 0 if all is well."""
     first = jobs[0].config
     processes = min(options.jobs or workers.cores(), len(jobs))
+    workers.prepare(root)  # before anything is promised
     print(
         f"{len(METHODS)} methods learn to read digits, {first.tasks} times anew: each task permutes the pixels in "
         f"another way.\n{len(jobs)} runs, {processes} at a time, about two minutes on two cores.\n",

@@ -119,7 +119,8 @@ def _conclude(outcomes: Sequence[Outcome], root: Path) -> int:
     failures = [(o.job.name, o.failure) for o in outcomes if o.failure is not None]
     diverged = sum(o.status == "diverged" for o in outcomes)
     done = len(outcomes) - len(failures)
-    print(f"{done} run{'s' * (done != 1)} done, {diverged} of them diverged. `gxd report {root}` shows them")
+    report = shlex.join(["gxd", "report", str(root)])
+    print(f"{done} run{'s' * (done != 1)} done, {diverged} of them diverged. `{report}` shows them")
     # One trace will do: what is a bug in one run is mostly the same bug in the next.
     for trace in [failure.trace for _, failure in failures if failure.trace][:1]:
         print(trace, file=sys.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from gxd.lab.report import digest, evidence, figures, numbers, page, paper, styl
 from gxd.lab.report.evidence import Group
 from gxd.lab.report.page import Block, Section
 
-NAME = "demo"
+NAME, INDEX = "demo", "index.html"
 WHAT = (
     "A network that trains on one task after another slowly loses its plasticity: units die or saturate, the "
     "features lie in fewer and fewer directions, and every new task is learned worse than the one before.",
@@ -24,7 +26,10 @@ WHAT = (
 
 
 def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
-    """Write ``index.html``, ``demo.png`` and ``demo.svg`` into ``out`` from the runs given; return the page's path."""
+    """Write ``index.html``, ``demo.png`` and ``demo.svg`` into ``out`` from the runs given; return the page's path.
+
+    They are written beside their places and then moved there, so that a full disk leaves an earlier demo whole.
+    """
     if not run_directories:
         raise UserError("the demo has no runs to show: run `gxd demo` again")
     runs = [digest.read_run(directory) for directory in run_directories]
@@ -33,13 +38,22 @@ def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
         by_method.setdefault(str(run.config.get("method", "?")), []).append(run)
     order = sorted(by_method, key=paper.method_order)
     groups = {method: Group(tuple(by_method[method])) for method in order}
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".", suffix=".part") as beside:
+        _write(runs, groups, Path(beside))
+        for file in Path(beside).iterdir():
+            os.replace(file, out / file.name)
+    return out / INDEX
+
+
+def _write(runs: Sequence[digest.Run], groups: dict[str, Group], out: Path) -> None:
     picture = _picture(groups)
     shown = page.save_pictures([picture], out)
     table = _table(groups)
-    config, seeds = runs[0].config, max(len(members) for members in by_method.values())
+    config, seeds = runs[0].config, max(len(group.runs) for group in groups.values())
     setting = (
         f"{paper.EXPERIMENTS.get(runs[0].experiment, runs[0].experiment)}, "
-        f"{tables.panel_label(groups[order[0]].panel)}, learning rate {tables.short(config.get('lr'))}, "
+        f"{tables.panel_label(next(iter(groups.values())).panel)}, learning rate {tables.short(config.get('lr'))}, "
         f"{runs[0].planned} tasks, {seeds} seed{'s' if seeds > 1 else ''} per method"
     )
     sections = [
@@ -48,10 +62,8 @@ def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
     ]
     made_with = ", ".join(f"{name} {value}" for name, value in runs[0].versions.items() if value)
     sections.append(Section("made", "Made with", [f"{setting}. {made_with}."], []))
-    index = out / "index.html"
     title, lead = "Watch a network lose its plasticity, and keep it", setting + "."
-    index.write_text(page.render(title, lead, [], sections, made_by="gxd demo"), encoding="utf-8")
-    return index
+    (out / INDEX).write_text(page.render(title, lead, [], sections, made_by="gxd demo"), encoding="utf-8")
 
 
 def _picture(groups: dict[str, Group]) -> figures.Picture:
