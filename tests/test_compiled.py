@@ -175,6 +175,7 @@ def test_a_schedule_of_learning_rates_is_followed_without_compiling_again(traced
     assert len(step._programs) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the group:gxd.ObservationWarning")
 def test_a_change_of_momentum_or_of_a_modules_mode_is_noticed(traced_only):
     def change(step, model, optimizer):
         if step == 20:

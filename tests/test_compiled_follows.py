@@ -385,6 +385,7 @@ def test_the_learning_rate_is_followed_after_the_optimizer_was_loaded():
         agree(mlp, load, optimizer=optimizer)
 
 
+@pytest.mark.filterwarnings("ignore::gxd.CompileWarning", "ignore:Full backward hook")
 def test_hooks_of_the_user_run_at_every_step():
     def on_gradient(model, optimizer):
         model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))

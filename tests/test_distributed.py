@@ -297,6 +297,7 @@ def test_checkpointed_regions_are_observed_once(utility: str):
     assert same(*runs)
 
 
+@pytest.mark.filterwarnings("ignore:the group:gxd.ObservationWarning")
 @pytest.mark.parametrize("utility", ["activation", "loss_gradient"])
 def test_units_that_were_never_seen_are_not_reset_blindly(utility: str):
     """Reentrant checkpointing runs forward without gradients, then inside backward: nothing of it can be seen."""
