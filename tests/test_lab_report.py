@@ -707,16 +707,15 @@ def test_noise_does_not_confirm_that_plasticity_was_kept_or_lost(tmp_path):
     write_lasts(tmp_path, "gxd", [0.9, 0.1])
     write_lasts(tmp_path, "contribution", [0.9, 0.1])
     judged = judge(tmp_path)
-    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
-    assert verdict(judged, "Contribution loses", "SiLU") == verdicts.UNTESTED
-    assert "undecided" in ruling(judged, "GXD keeps its plasticity", "SiLU").evidence
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.OPEN
+    assert verdict(judged, "Contribution loses", "SiLU") == verdicts.OPEN
 
 
 def test_a_method_at_chance_has_kept_nothing(tmp_path):
     write_lasts(tmp_path, "backprop", [0.1, 0.1])
     write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
     judged = judge(tmp_path)
-    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
+    assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.OPEN
     assert "chance" in ruling(judged, "GXD keeps its plasticity", "SiLU").evidence
 
 
@@ -729,20 +728,20 @@ def test_a_noisy_backprop_leaves_something_to_rescue(tmp_path):
 def test_noise_does_not_confirm_that_one_method_is_as_good_as_another(tmp_path):
     write_lasts(tmp_path, "contribution", [0.9, 0.9], activation="relu")
     write_lasts(tmp_path, "gxd", [0.9, 0.5], activation="relu")
-    assert verdict(judge(tmp_path), "With ReLU, GXD ends as high", "ReLU") == verdicts.UNTESTED
+    assert verdict(judge(tmp_path), "With ReLU, GXD ends as high", "ReLU") == verdicts.OPEN
 
 
 def test_one_divergence_in_two_seeds_decides_nothing(tmp_path):
     write_lasts(tmp_path, "backprop", [0.1, 0.1])
     write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
     write_lasts(tmp_path, "contribution", [0.9, None])
-    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
 
 
 def test_two_methods_that_always_diverge_are_not_compared(tmp_path):
     write_lasts(tmp_path, "gxd", [None, None])
     write_lasts(tmp_path, "contribution", [None, None])
-    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
 
 
 def test_a_clear_difference_in_divergence_decides_unless_the_survivors_contradict(tmp_path):
@@ -751,7 +750,7 @@ def test_a_clear_difference_in_divergence_decides_unless_the_survivors_contradic
     assert verdict(judge(tmp_path / "a"), "GXD ends higher than Contribution", "SiLU") == verdicts.CONFIRMED
     write_lasts(tmp_path / "b", "gxd", [0.5] * 5)
     write_lasts(tmp_path / "b", "contribution", [0.9, *[None] * 4])
-    assert verdict(judge(tmp_path / "b"), "GXD ends higher than Contribution", "SiLU") == verdicts.UNTESTED
+    assert verdict(judge(tmp_path / "b"), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
     write_lasts(tmp_path / "c", "gxd", [None] * 5)
     write_lasts(tmp_path / "c", "contribution", [0.9] * 5)
     assert verdict(judge(tmp_path / "c"), "GXD ends higher than Contribution", "SiLU") == verdicts.REFUTED

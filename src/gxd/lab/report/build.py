@@ -222,5 +222,5 @@ class _Report:
             (f"{sum(len(assay.checkpoints) for assay in assays):,}", "checkpoints assayed"),
         ]
         counts = [sum(one.result == result for one in self.judged) for result in verdicts.MARKS]
-        facts.append((" / ".join(map(str, counts)), "claims confirmed / not confirmed / not tested"))
+        facts.append((" / ".join(map(str, counts)), "claims confirmed / not confirmed / undecided / not tested"))
         return facts

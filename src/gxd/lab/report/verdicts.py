@@ -10,9 +10,9 @@ from gxd.lab.report import numbers, paper
 from gxd.lab.report.evidence import AssayColumn, Group, Panel, difference, paired_gaps
 from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, rho, signed
 
-CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not tested at this scale"
-MARKS = {CONFIRMED: "good", REFUTED: "bad", UNTESTED: "unknown"}
-SIGNS = {CONFIRMED: "✓", REFUTED: "✗", UNTESTED: "–"}
+CONFIRMED, REFUTED, OPEN, UNTESTED = "confirmed", "not confirmed", "undecided", "not tested at this scale"
+MARKS = {CONFIRMED: "good", REFUTED: "bad", OPEN: "unknown", UNTESTED: "unknown"}
+SIGNS = {CONFIRMED: "✓", REFUTED: "✗", OPEN: "?", UNTESTED: "–"}
 ARENAS = {"assay": "Reset-cost assay", **paper.EXPERIMENTS}
 CLEAR = 2.0  # standard errors
 SLACK = 0.01  # accuracy: what counts as the same to the eye
@@ -20,16 +20,16 @@ SLACK = 0.01  # accuracy: what counts as the same to the eye
 LEARNED = {"permuted-mnist": 0.2, "permuted-digits": 0.2, "cifar100": 0.5}
 NEAR = 0.02  # Spearman's rho: the largest gap of GXD and its all-logit version in the paper
 RULES = (
-    f"✓ {CONFIRMED}, ✗ {REFUTED}, – {UNTESTED}, by these rules. A difference counts if it is more than {CLEAR:g} "
-    "standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds in runs). "
+    f"✓ {CONFIRMED}, ✗ {REFUTED}, ? {OPEN}, – {UNTESTED}, by these rules. A difference counts if it is more than "
+    f"{CLEAR:g} standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds in runs). "
     f"“Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} point below the first, "
     f"on every seed or with {CLEAR:g} SE to spare, and above chance; “loses plasticity”: a run diverged, or the last "
     f"tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged like “keeps”. A method that "
     "diverged more often than the other is never the better one. Where fewer than two runs of a method lived, "
     "divergence decides, if Newcombe's 95 % interval of the difference of the rates leaves out 0 and the accuracies "
-    f"of those that lived do not contradict. “{UNTESTED}”: no runs, fewer than two seeds, runs under way, numbers "
-    "that leave it undecided, nothing to rescue because backprop kept its plasticity, or no clear difference in "
-    "less than half of the paper's training."
+    f"of those that lived do not contradict. “{OPEN}”: neither follows. “{UNTESTED}”: no runs, fewer than two seeds, "
+    "runs under way, nothing to rescue because backprop kept its plasticity, or no clear difference in less than half "
+    "of the paper's training."
 )
 
 Panels = Mapping[Panel, Mapping[str, Group]]
@@ -233,7 +233,7 @@ class _Stream:
             return self._say(claim, panel, [group], "–", UNTESTED)
         kept = self._kept(group)
         if kept is None:
-            return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
+            return self._say(claim, panel, [group], f"{_span(group)}{self._doubt(group)}", OPEN)
         if kept and not alone and (reason := self._nothing_to_rescue(panel)):
             return self._say(claim, panel, [group], f"{_span(group)}; {reason}", UNTESTED)
         return self._say(claim, panel, [group], _span(group), CONFIRMED if kept else REFUTED)
@@ -245,7 +245,7 @@ class _Stream:
             return self._say(claim, panel, [group], "–", UNTESTED)
         kept = self._kept(group)
         if kept is None:
-            return self._say(claim, panel, [group], f"{_span(group)}; {self._doubt(group)}", UNTESTED)
+            return self._say(claim, panel, [group], f"{_span(group)}{self._doubt(group)}", OPEN)
         weak = kept and (bool(self._nothing_to_rescue(panel)) or self._short([group]))
         return self._say(claim, panel, [group], _span(group), UNTESTED if weak else REFUTED if kept else CONFIRMED)
 
@@ -262,7 +262,7 @@ class _Stream:
         text += f" ({_sigmas(gap.value, gap.se)})"
         higher, lower = gap.value > CLEAR * gap.se, gap.value < -CLEAR * gap.se
         if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
-            return self._say(claim, panel, [ours, theirs], f"{text}; undecided", UNTESTED)
+            return self._say(claim, panel, [ours, theirs], text, OPEN)
         contrary = lower or risk.low > 0
         if higher and not contrary:
             return self._say(claim, panel, [ours, theirs], text, CONFIRMED)
@@ -283,7 +283,7 @@ class _Stream:
         if near is False or risk.low > 0:
             return self._say(claim, panel, [ours, theirs], text, REFUTED)
         if near is None or risk.value > 0 or not self._learned(theirs):
-            return self._say(claim, panel, [ours, theirs], f"{text}; {self._doubt(theirs)}", UNTESTED)
+            return self._say(claim, panel, [ours, theirs], f"{text}{self._doubt(theirs)}", OPEN)
         return self._say(claim, panel, [ours, theirs], text, CONFIRMED)
 
     def near_backprop(self, panel: Panel) -> Verdict:
@@ -309,7 +309,7 @@ class _Stream:
             return text, CONFIRMED
         if risk.low > 0 and self._learned(theirs) and not gap > 0:
             return text, REFUTED
-        return f"{text}; undecided", UNTESTED
+        return text, OPEN
 
     def _kept(self, group: Group) -> bool | None:
         """Whether a method kept its plasticity; None where the numbers leave it open, or it never had any."""
@@ -324,7 +324,7 @@ class _Stream:
         return bool(finals) and min(finals) > LEARNED[self.experiment]
 
     def _doubt(self, group: Group) -> str:
-        return "undecided" if self._learned(group) else "undecided: not clearly above chance"
+        return "" if self._learned(group) else "; not clearly above chance"
 
     def _nothing_to_rescue(self, panel: Panel) -> str:
         """Why a method cannot show here that it saves a network, or nothing."""
