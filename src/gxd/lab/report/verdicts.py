@@ -21,15 +21,15 @@ LEARNED = {"permuted-mnist": 0.2, "permuted-digits": 0.2, "cifar100": 0.5}
 NEAR = 0.02  # Spearman's rho: the largest gap of GXD and its all-logit version in the paper
 RULES = (
     f"✓ {CONFIRMED}, ✗ {REFUTED}, ? {OPEN}, – {UNTESTED}, by these rules. A difference counts if it is more than "
-    f"{CLEAR:g} standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds in runs). "
-    f"“Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} point below the first, "
-    f"on every seed or with {CLEAR:g} SE to spare, and above chance; “loses plasticity”: a run diverged, or the last "
-    f"tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged like “keeps”. A method that "
-    "diverged more often than the other is never the better one. Where fewer than two runs of a method lived, "
-    "divergence decides, if Newcombe's 95 % interval of the difference of the rates leaves out 0 and the accuracies "
-    f"of those that lived do not contradict. “{OPEN}”: neither follows. “{UNTESTED}”: no runs, fewer than two seeds, "
-    "runs under way, nothing to rescue because backprop kept its plasticity, or no clear difference in less than half "
-    "of the paper's training."
+    f"{CLEAR:g} standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds "
+    f"in runs). “Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} point "
+    f"below the first, on every seed or with {CLEAR:g} SE to spare, and above chance; “loses plasticity”: a run "
+    f"diverged, or the last tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged "
+    "like “keeps”. A method that diverged more often than the other is never the better one. Where fewer than two "
+    "runs of a method lived, divergence decides, if Newcombe's 95 % interval of the difference of the rates "
+    f"leaves out 0 and the accuracies of those that lived do not contradict. “{OPEN}”: neither follows. "
+    f"“{UNTESTED}”: no runs, fewer than two seeds, runs under way, nothing to rescue because backprop kept its "
+    "plasticity, or no clear difference in less than half of the paper's training."
 )
 
 Panels = Mapping[Panel, Mapping[str, Group]]
