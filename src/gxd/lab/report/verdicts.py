@@ -104,7 +104,8 @@ def _assay(claim: str, key: paper.Column, column: AssayColumn | None, evidence: 
     scale = "no assay"
     if column is not None:
         points, full = _checkpoints(column), paper.LAST_CHECKPOINT.get(key[0], 0)
-        scale = f"{len(column.assays)} seeds, checkpoints {', '.join(map(str, points))}"
+        seeds = len(column.assays)
+        scale = f"{seeds} seed{'s' if seeds != 1 else ''}, checkpoints {', '.join(map(str, points))}"
         dead = sum(assay.status == "diverged" for assay in column.assays)
         scale += f"; {dead} diverged before the end" if dead else ""
         if result == REFUTED and points and points[-1] < full / 2:
