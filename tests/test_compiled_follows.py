@@ -439,12 +439,18 @@ def test_a_hook_that_comes_after_one_that_went_is_seen():
     agree(make, come, why="hook on its gradient")
 
 
-def test_the_hooks_of_gxd_itself_are_no_reason():
+def with_resets():
+    """A step that has been compiled and taken once, and what it is made of."""
     model = mlp()
     optimizer = sgd(model.parameters())
     cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=batch()[0])
     step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
     step(*batch())
+    return model, optimizer, cbp, step
+
+
+def test_the_hooks_of_gxd_itself_are_no_reason():
+    *_, step = with_resets()
     assert step.why_eager is None and len(step._programs) == 1
 
 
@@ -518,11 +524,7 @@ def test_a_module_that_cbp_was_made_with_and_that_is_replaced_is_named():
 
 
 def test_a_step_after_close_is_refused():
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=batch()[0])
-    step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
-    step(*batch())
+    *_, cbp, step = with_resets()
     cbp.close()
     with pytest.raises(ValueError, match="cbp is closed: make a new ContinualBackprop"):
         step(*batch())
