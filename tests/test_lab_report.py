@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -555,8 +556,9 @@ def test_settings_that_differ_from_the_papers_are_marked(world):
 def test_the_questions_are_answered_by_their_intervals(world):
     runs = digest.collect([world[0]]).runs
     asked = questions.compensation(runs)
-    found = {(row["method"], row["rate"]): row for row in asked.table.records}
-    assert set(found) == {(method, rate) for method in ("gxd", "gxd_sketch") for rate in (1e-4, 1e-3)}
+    found = {(row.get("method"), row["rate"]): row for row in asked.table.records}
+    settings = {(method, rate) for method in ("gxd", "gxd_sketch") for rate in (1e-4, 1e-3)}
+    assert set(found) == settings | {(None, 1e-4), (None, 1e-3)}  # and those of each rate together
     hot = found["gxd", 1e-3]
     assert (hot["diverged"], hot["n"], hot["other_diverged"], hot["other_n"], hot["pairs"]) == (8, 10, 0, 10, 2)
     assert float(hot["rate_difference_low"]) > 0
@@ -565,6 +567,31 @@ def test_the_questions_are_answered_by_their_intervals(world):
     assert "diverges" not in follows["GXD, SiLU, lr 0.25, rate 1e-4"]
     assert "diverges more often in 1, less often in 0, undecided in 3" in asked.answers[0]
     assert questions.compensation([]).missing.startswith("gxd run")
+
+
+def test_settings_of_a_rate_are_answered_together_and_a_seed_counts_once(tmp_path):
+    means = []
+    for seed in range(10):
+        for activation, gain in (("silu", 0.01), ("leaky_relu", 0.03)):
+            dies = {"diverged_at": 20} if activation == "silu" and seed < 6 else {}
+            at = {"activation": activation, "seed": seed, "tasks": 60, "noise": 0.0}
+            level = 0.8 + gain + seed / 1000
+            write_run(tmp_path, first=level, last=level, **at, **dies)
+            write_run(tmp_path, first=0.8, last=0.8, compensate=False, **at)
+        means.append((0.03 if seed < 6 else 0.02) + seed / 1000)
+    asked = questions.compensation(digest.collect([tmp_path]).runs)
+    whole = asked.table.records[-1]
+    assert (whole["settings"], whole["diverged"], whole["n"], whole["other_n"]) == (2, 6, 20, 20)
+    assert [float(whole[f"rate_difference{end}"]) for end in ("_low", "_high")] == pytest.approx(
+        numbers.rate_difference(6, 20, 0, 20)[1:], rel=1e-3
+    )
+    assert whole["pairs"] == 14
+    centre, spread = statistics.mean(means), statistics.stdev(means) / math.sqrt(10)
+    expected = (centre, centre - 2.2622 * spread, centre + 2.2622 * spread)
+    found = [float(whole[f"paired_difference{end}"]) for end in ("", "_low", "_high")]
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert "6 of 20 runs diverged, otherwise 0 of 20 (+30" in asked.answers[-1]
+    assert asked.table.rows[-1][-1].text == "diverges more often, ends higher"
 
 
 def test_a_report_refuses_to_overwrite_a_digest_that_it_was_not_given(tmp_path, capsys):

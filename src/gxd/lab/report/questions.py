@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +12,6 @@ from gxd.lab.report.evidence import Group, twins
 from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, points, rate, short
 
 ENOUGH_SEEDS = 10
-
 
 MORE, LESS, OPEN = "more", "less", "open"
 UNDER_WAY = "runs under way"
@@ -52,6 +51,56 @@ def sketch(runs: Sequence[Run]) -> Question:
     )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """One setting, or several taken together, with and without what is asked about."""
+
+    pairs: Sequence[tuple[Group, Group]]
+
+    def diverged(self, side: int) -> tuple[int, int]:
+        """How many runs of a side have diverged, and of how many."""
+        sides = [pair[side] for pair in self.pairs]
+        return sum(len(group.diverged) for group in sides), sum(len(group.runs) for group in sides)
+
+    @property
+    def gap(self) -> numbers.Interval:
+        """The difference of the rates of divergence."""
+        return numbers.rate_difference(*self.diverged(0), *self.diverged(1))
+
+    @property
+    def lived(self) -> list[tuple[int, float, float]]:
+        """Seed and final accuracies of the runs that lived on both sides."""
+        found = []
+        for ours, theirs in self.pairs:
+            a, b = ours.finals(), theirs.finals()
+            found += [(seed, a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
+        return found
+
+    @property
+    def change(self) -> numbers.Interval:
+        """The difference of the final accuracies. Settings share their seeds, so a seed counts once: by its mean."""
+        by_seed: dict[int, list[float]] = defaultdict(list)
+        for seed, a, b in self.lived:
+            by_seed[seed].append(a - b)
+        means = [numbers.mean(differences).value for differences in by_seed.values()]
+        return numbers.paired(means, [0.0] * len(means))
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The comparison as data."""
+        (dead, n), (dead0, n0) = self.diverged(0), self.diverged(1)
+        return {
+            "settings": len(self.pairs),
+            "diverged": dead,
+            "n": n,
+            "other_diverged": dead0,
+            "other_n": n0,
+            **_bounds("rate_difference", self.gap),
+            **_bounds("paired_difference", self.change),
+            "pairs": len(self.lived),
+        }
+
+
 def _question(
     name: str,
     title: str,
@@ -61,17 +110,17 @@ def _question(
     command: str,
 ) -> Question:
     pairs = [pair for pair in pairs if pair[0].settled and pair[1].settled]
-    enough = [pair for pair in pairs if not _unfit(pair)]
-    left_out = f" {len(pairs) - len(enough)} settings with fewer than {ENOUGH_SEEDS} complete seeds are left out."
-    caption = left_out if enough and len(enough) < len(pairs) else ""
-    pairs = enough or pairs
+    fit = [pair for pair in pairs if not _unfit(pair)]
+    left_out = f" {len(pairs) - len(fit)} settings with fewer than {ENOUGH_SEEDS} complete seeds are left out."
+    caption = left_out if fit and len(fit) < len(pairs) else ""
     table = Table(
         f"question-{name}",
         title,
         "Settings that differ in nothing else. Diverged: rate with Wilson's 95 % interval; the difference of the rates "
         f"({sides[0]} − {sides[1]}, percentage points) with Newcombe's. Last: test accuracy in % over the last tasks "
         "of the runs that lived; its difference in percentage points over the seeds that lived in both, with the 95 "
-        f"% t interval. What follows: an interval that leaves out 0 decides.{caption}",
+        "% t interval. Together: all runs of a replacement rate; a seed counts once, by its mean over the settings. "
+        f"What follows: an interval that leaves out 0 decides.{caption}",
         [
             "Setting",
             *(f"Diverged, {side}" for side in sides),
@@ -81,33 +130,23 @@ def _question(
             f"What follows for {subject}",
         ],
     )
-    tally: Counter[tuple[str, str]] = Counter()
-    for ours, theirs in pairs:
+    for ours, theirs in fit or pairs:
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
         rates = f"lr {short(config.get('lr'))}, rate {short(config.get('rate'))}"
         note = f"{paper.EXPERIMENTS.get(experiment, experiment)}, {ours.tasks} tasks"
         note += "" if name == "compensation" or ours.compensates else ", no compensation"
-        dead, n = len(ours.diverged), len(ours.runs)
-        dead0, n0 = len(theirs.diverged), len(theirs.runs)
-        gap = numbers.rate_difference(dead, n, dead0, n0)
-        a, b = ours.finals(), theirs.finals()
-        common = sorted(a.keys() & b.keys())
-        change = numbers.paired([a[seed] for seed in common], [b[seed] for seed in common])
+        one = Comparison([(ours, theirs)])
         unfit = _unfit((ours, theirs))
-        if not unfit:
-            tally["divergence", _side(gap)] += 1
-            tally["accuracy", _side(change)] += 1
         table.rows.append(
             [
                 Cell(f"{method}{panel_label(ours.panel)}, {rates}", note),
-                Cell(rate(dead, n) + ours.so_far, "", "bad" if dead else ""),
-                Cell(rate(dead0, n0) + theirs.so_far, "", "bad" if dead0 else ""),
-                Cell(points(gap, 0)),
+                *(_rate(one.diverged(side), group.so_far) for side, group in enumerate((ours, theirs))),
+                Cell(points(one.gap, 0)),
                 Cell(plus_minus(ours.last())),
                 Cell(plus_minus(theirs.last())),
-                Cell(points(change), f"{len(common)} pairs"),
-                Cell("open" if unfit == UNDER_WAY else _follows(gap, change), unfit),
+                Cell(points(one.change), f"{len(one.lived)} pairs"),
+                Cell("open" if unfit == UNDER_WAY else _follows(one), unfit),
             ]
         )
         table.records.append(
@@ -120,16 +159,37 @@ def _question(
                 "lr": config.get("lr"),
                 "rate": config.get("rate"),
                 "tasks": ours.tasks,
-                "diverged": dead,
-                "n": n,
-                "other_diverged": dead0,
-                "other_n": n0,
-                **_bounds("rate_difference", gap),
-                **_bounds("paired_difference", change),
-                "pairs": len(common),
+                **one.record,
             }
         )
-    return Question(title, table, [_summary(subject, tally)] if pairs else [], "" if pairs else command)
+    together = _together(fit)
+    for share, whole in together.items():
+        table.rows.append(
+            [
+                Cell(f"Together, rate {short(share)}", f"{len(whole.pairs)} settings"),
+                *(_rate(whole.diverged(side)) for side in (0, 1)),
+                Cell(points(whole.gap, 0)),
+                Cell(""),
+                Cell(""),
+                Cell(points(whole.change), f"{len(whole.lived)} pairs"),
+                Cell(_follows(whole)),
+            ]
+        )
+        table.records.append({"experiment": "together", "rate": share, **whole.record})
+    answers = [_summary(subject, fit), *(_answer(subject, *item) for item in together.items())] if pairs else []
+    return Question(title, table, answers, "" if pairs else command)
+
+
+def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[object, Comparison]:
+    """The settings of each replacement rate as one comparison, where there are several."""
+    found: dict[object, list[tuple[Group, Group]]] = defaultdict(list)
+    for pair in pairs:
+        found[pair[0].runs[0].config.get("rate")].append(pair)
+    return {rate: Comparison(found[rate]) for rate in found if len(found[rate]) > 1}
+
+
+def _rate(counted: tuple[int, int], so_far: str = "") -> Cell:
+    return Cell(rate(*counted) + so_far, "", "bad" if counted[0] else "")
 
 
 def _unfit(pair: tuple[Group, Group]) -> str:
@@ -146,21 +206,31 @@ def _side(interval: numbers.Interval) -> str:
     return MORE if interval.low > 0 else LESS if interval.high < 0 else OPEN
 
 
-def _follows(gap: numbers.Interval, change: numbers.Interval) -> str:
-    divergence = {MORE: "diverges more often", LESS: "diverges less often", OPEN: ""}[_side(gap)]
-    accuracy = {MORE: "ends higher", LESS: "ends lower", OPEN: ""}[_side(change)]
+def _follows(compared: Comparison) -> str:
+    divergence = {MORE: "diverges more often", LESS: "diverges less often", OPEN: ""}[_side(compared.gap)]
+    accuracy = {MORE: "ends higher", LESS: "ends lower", OPEN: ""}[_side(compared.change)]
     return ", ".join(filter(None, [divergence, accuracy])) or "open"
 
 
-def _summary(subject: str, tally: Counter[tuple[str, str]]) -> str:
-    settings = sum(count for (what, _), count in tally.items() if what == "divergence")
-    if not settings:
+def _summary(subject: str, pairs: Sequence[tuple[Group, Group]]) -> str:
+    if not pairs:
         return f"No setting has {ENOUGH_SEEDS} seeds on both sides, so the question stays open here."
-    d, a = ({side: tally[what, side] for side in (MORE, LESS, OPEN)} for what in ("divergence", "accuracy"))
+    each = [Comparison([pair]) for pair in pairs]
+    d = Counter(_side(one.gap) for one in each)
+    a = Counter(_side(one.change) for one in each)
     return (
-        f"Of the {settings} settings with at least {ENOUGH_SEEDS} seeds, {subject} diverges more often in "
+        f"Of the {len(pairs)} settings with at least {ENOUGH_SEEDS} seeds, {subject} diverges more often in "
         f"{d[MORE]}, less often in {d[LESS]}, undecided in {d[OPEN]}; the runs that lived end higher in {a[MORE]}, "
         f"lower in {a[LESS]}, undecided in {a[OPEN]}."
+    )
+
+
+def _answer(subject: str, rate: object, together: Comparison) -> str:
+    """What the settings of a replacement rate say together."""
+    (dead, n), (dead0, n0) = together.diverged(0), together.diverged(1)
+    return (
+        f"Together at rate {short(rate)}: with {subject} {dead} of {n} runs diverged, otherwise {dead0} of {n0} "
+        f"({points(together.gap, 0)} points); accuracy {points(together.change)} points."
     )
 
 
