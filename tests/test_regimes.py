@@ -5,7 +5,7 @@ indexing by hand, or the naive oracle.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -202,6 +202,25 @@ def test_optimizer_state_of_unknown_shape_is_left_alone_with_a_warning():
         assert torch.equal(optimizer.state[p]["sketch"], torch.ones(3, 7))
         old, new = before["state"][parameter]["momentum_buffer"], optimizer.state[p]["momentum_buffer"]
         assert same(expected_after_reset(parameter.split(".")[0], p.shape, old, cbp.last_resets), new)
+
+
+@pytest.mark.parametrize("score_every", [1, 3])
+def test_a_step_that_raised_and_was_caught_does_not_end_the_count(score_every: int):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    cbp = attach(model, optimizer, score_every=score_every, maturity=100)
+    fails = []
+
+    def failing(*_: Any) -> None:  # after gxd's own, as when memory runs out for the optimizer's state
+        if fails:
+            raise RuntimeError("out of memory")
+
+    optimizer.register_step_pre_hook(failing)
+    for step, batch in enumerate(batches(9)):
+        fails[:] = [True] * (step in (1, 5))
+        with suppress(RuntimeError):
+            train(model, optimizer, cbp, [batch])
+    assert {int(age) for ages in cbp.ages().values() for age in ages} == {7}
 
 
 @pytest.mark.parametrize("score_every", [1, 3])

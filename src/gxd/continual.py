@@ -356,7 +356,7 @@ class ContinualBackprop:
 
     def _forget_skipped_step(self) -> None:
         """A pass begins. A scale that has changed since this step's first pass tells that its step was skipped."""
-        self._depth = 0
+        self._depth = 0  # a step that raised has not come to its end
         if self.scaler is None:
             return
         scale = float(self.scaler.get_scale())

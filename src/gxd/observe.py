@@ -113,6 +113,8 @@ class Observer:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
+        if not self.active:
+            return self.on_pass()
         if self.running:
             self.passes.pop()
         self.start(whole=True, examples=batch_size(args, kwargs, self.batch_dim) if self.folded else None)
@@ -209,6 +211,8 @@ class Observer:
 class Hook:
     """A hook on one module. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another model."""
 
+    always = False  # or only while the observer is active
+
     def __init__(self, observer: Observer | None = None, module: nn.Module | None = None) -> None:
         self.observer, self.module = observer, module
 
@@ -227,7 +231,7 @@ class Hook:
         observer = self.observer
         if (
             observer is None
-            or not observer.active
+            or not (observer.active or self.always)
             or module is not self.module
             or not module.training
             or not torch.is_grad_enabled()
@@ -247,7 +251,9 @@ def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> 
 
 
 class Begin(Hook):
-    """The model is called."""
+    """The model is called. Its owner wants to know it on steps that are not scored, too."""
+
+    always = True
 
     def act(self, observer: Observer, *call: Any) -> None:
         observer.begin(*call)
