@@ -31,7 +31,7 @@ lint: $(STAMP) ## ruff: rules and formatting, nothing is changed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## mypy on src/gxd
+types: $(STAMP) ## mypy on src
 	$(BIN)/mypy
 
 format: $(STAMP) ## ruff: fix what can be fixed, then format

@@ -262,7 +262,7 @@ def two_under_way(out):
     endless = f"{OPTIONS} --epochs 10000000 --checkpoints 0 2 --seeds 0 1 --jobs 2"
     # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from gxd.lab.cli import main; sys.exit(main())"
+    code += "from gxd_command import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "assay", *endless.split(), "--out", str(out)],
         text=True,

@@ -20,6 +20,7 @@ from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress, clock
 
 SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
+SCRIPT = "import sys; from gxd_command import main; sys.exit(main())"
 
 
 def complaint(capsys, *argv):
@@ -131,9 +132,8 @@ def test_tensorboard_events_hold_the_metrics_also_of_a_run_that_is_complete(tmp_
 def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = ["run", "permuted-digits", *SMALL, "--tasks", "3000", "--out", str(tmp_path)]
-    script = "import sys; from gxd.lab.cli import main; sys.exit(main())"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, *argv], env=environment, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
@@ -147,7 +147,12 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
     assert store.read_metrics(path) and not list(path.glob("*.part"))
 
 
-SCRIPT = "import sys; from gxd.lab.cli import main; sys.exit(main())"
+def test_control_c_is_one_line_while_torch_is_imported(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, "--help"], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "gxd: interrupted before anything was done\n"
 
 
 @pytest.mark.parametrize(

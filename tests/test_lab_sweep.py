@@ -359,7 +359,7 @@ def started(file: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """`gxd sweep` as a process group of its own, as a terminal would start it, with two runs under way."""
     # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
     signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = signals + "import sys; from gxd.lab.cli import main; sys.exit(main())"
+    code = signals + "import sys; from gxd_command import main; sys.exit(main())"
     argv = [sys.executable, "-c", code, "sweep", str(file), "--out", str(out), "--jobs", "2"]
     source = str(Path(run.__file__).parents[2])
     process = subprocess.Popen(
