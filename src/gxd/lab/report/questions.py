@@ -134,7 +134,7 @@ def _question(
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
         rates = f"lr {short(config.get('lr'))}, rate {short(config.get('rate'))}"
-        note = f"{paper.EXPERIMENTS.get(experiment, experiment)}, {ours.tasks} tasks"
+        note = f"{_named(experiment)}, {ours.tasks} tasks"
         note += "" if name == "compensation" or ours.compensates else ", no compensation"
         one = Comparison([(ours, theirs)])
         unfit = _unfit((ours, theirs))
@@ -163,10 +163,10 @@ def _question(
             }
         )
     together = _together(fit)
-    for share, whole in together.items():
+    for (experiment, share), whole in together.items():
         table.rows.append(
             [
-                Cell(f"Together, rate {short(share)}", f"{len(whole.pairs)} settings"),
+                Cell(f"Together, rate {short(share)}", f"{_named(experiment)}, {len(whole.pairs)} settings"),
                 *(_rate(whole.diverged(side)) for side in (0, 1)),
                 Cell(points(whole.gap, 0)),
                 Cell(""),
@@ -175,17 +175,24 @@ def _question(
                 Cell(_follows(whole)),
             ]
         )
-        table.records.append({"experiment": "together", "rate": share, **whole.record})
-    answers = [_summary(subject, fit), *(_answer(subject, *item) for item in together.items())] if pairs else []
+        table.records.append({"experiment": experiment, "rate": share, **whole.record})
+    answers = (
+        [_summary(subject, fit), *(_answer(subject, *at, whole) for at, whole in together.items())] if pairs else []
+    )
     return Question(title, table, answers, "" if pairs else command)
 
 
-def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[object, Comparison]:
-    """The settings of each replacement rate as one comparison, where there are several."""
-    found: dict[object, list[tuple[Group, Group]]] = defaultdict(list)
+def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object], Comparison]:
+    """The settings of an experiment and replacement rate as one comparison, where there are several."""
+    found: dict[tuple[str, object], list[tuple[Group, Group]]] = defaultdict(list)
     for pair in pairs:
-        found[pair[0].runs[0].config.get("rate")].append(pair)
-    return {rate: Comparison(found[rate]) for rate in found if len(found[rate]) > 1}
+        run = pair[0].runs[0]
+        found[run.experiment, run.config.get("rate")].append(pair)
+    return {at: Comparison(settings) for at, settings in found.items() if len(settings) > 1}
+
+
+def _named(experiment: str) -> str:
+    return paper.EXPERIMENTS.get(experiment, experiment)
 
 
 def _rate(counted: tuple[int, int], so_far: str = "") -> Cell:
@@ -225,12 +232,12 @@ def _summary(subject: str, pairs: Sequence[tuple[Group, Group]]) -> str:
     )
 
 
-def _answer(subject: str, rate: object, together: Comparison) -> str:
+def _answer(subject: str, experiment: str, rate: object, together: Comparison) -> str:
     """What the settings of a replacement rate say together."""
     (dead, n), (dead0, n0) = together.diverged(0), together.diverged(1)
     return (
-        f"Together at rate {short(rate)}: with {subject} {dead} of {n} runs diverged, otherwise {dead0} of {n0} "
-        f"({points(together.gap, 0)} points); accuracy {points(together.change)} points."
+        f"{_named(experiment)}, all settings of rate {short(rate)}: with {subject} {dead} of {n} runs diverged, "
+        f"otherwise {dead0} of {n0} ({points(together.gap, 0)} points); accuracy {points(together.change)} points."
     )
 
 
