@@ -357,7 +357,7 @@ class ContinualBackprop:
     def _forget_skipped_step(self) -> None:
         """A pass begins. A scale that has changed since this step's first pass tells that its step was skipped."""
         self._depth = 0  # a step that raised has not come to its end
-        if self.scaler is None:
+        if self.scaler is None or not self._scorer.observer.active:  # to read the scale takes a host round trip
             return
         scale = float(self.scaler.get_scale())
         if self._scale is not None and scale != self._scale:
