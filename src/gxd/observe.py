@@ -76,7 +76,7 @@ class Observer:
     Attributes:
         passes: one entry per forward pass since the last :meth:`clear`.
         active: captures only while True; the owner switches it off on steps that are not scored.
-        on_pass: called when a forward pass begins, so that the owner may use up what it can of the last ones.
+        on_pass: called when a forward pass begins, active or not: the owner may use up what it can of the last ones.
     """
 
     def __init__(self, model: nn.Module, plan: UnitPlan, loss_gradients: bool, on_pass: Callable[[], None]) -> None:

@@ -130,7 +130,8 @@ class Scorer:
 
     def _pass_begins(self) -> None:
         self._begin()
-        self.use_passes()
+        if self.observer.active:
+            self.use_passes()
 
     def follow_device(self) -> None:
         """Move the statistics to where the model is."""
