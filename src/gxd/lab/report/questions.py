@@ -77,6 +77,11 @@ class Comparison:
         return found
 
     @property
+    def counted(self) -> str:
+        """How many pairs lived, in words."""
+        return f"{len(self.lived)} pair{'' if len(self.lived) == 1 else 's'}"
+
+    @property
     def change(self) -> numbers.Interval:
         """The difference of the final accuracies. Settings share their seeds, so a seed counts once: by its mean."""
         by_seed: dict[int, list[float]] = defaultdict(list)
@@ -145,7 +150,7 @@ def _question(
                 Cell(points(one.gap, 0)),
                 Cell(plus_minus(ours.last())),
                 Cell(plus_minus(theirs.last())),
-                Cell(points(one.change), f"{len(one.lived)} pairs"),
+                Cell(points(one.change), one.counted),
                 Cell("open" if unfit == UNDER_WAY else _follows(one), unfit),
             ]
         )
@@ -171,7 +176,7 @@ def _question(
                 Cell(points(whole.gap, 0)),
                 Cell(""),
                 Cell(""),
-                Cell(points(whole.change), f"{len(whole.lived)} pairs"),
+                Cell(points(whole.change), whole.counted),
                 Cell(_follows(whole)),
             ]
         )
