@@ -565,8 +565,22 @@ def test_the_questions_are_answered_by_their_intervals(world):
     follows = {row[0].text: row[-1].text for row in asked.table.rows}
     assert "diverges more often" in follows["GXD, SiLU, lr 0.25, rate 1e-3"]
     assert "diverges" not in follows["GXD, SiLU, lr 0.25, rate 1e-4"]
-    assert "diverges more often in 1, less often in 0, undecided in 3" in asked.answers[0]
+    assert "diverges more often in 1, less often in 0, as often in 0, undecided in 3" in asked.answers[0]
     assert questions.compensation([]).missing.startswith("gxd run")
+
+
+def test_an_interval_inside_the_margin_says_that_nothing_differs(tmp_path):
+    for seed in range(10):
+        for rate, level in ((1e-4, 0.8), (1e-3, 0.85)):
+            at = {"activation": "silu", "seed": seed, "tasks": 60, "noise": 0.0, "rate": rate}
+            with_it = level + (0.004 if seed % 2 else -0.004)  # 0 +- 0.3 points
+            write_run(tmp_path, first=with_it, last=with_it, **at)
+            write_run(tmp_path, first=level, last=level, compensate=False, **at)
+    runs = digest.collect([tmp_path]).runs
+    assert [row[-1].text for row in questions.compensation(runs).table.rows] == ["ends as high"] * 2
+    asked = questions.replacement(runs)
+    assert [row[-1].text for row in asked.table.rows] == ["ends higher"] * 3
+    assert asked.table.rows[-1][0].text == "Together" and asked.table.records[-1]["n"] == 20
 
 
 def test_settings_of_a_rate_are_answered_together_and_a_seed_counts_once(tmp_path):
@@ -590,7 +604,7 @@ def test_settings_of_a_rate_are_answered_together_and_a_seed_counts_once(tmp_pat
     expected = (centre, centre - 2.2622 * spread, centre + 2.2622 * spread)
     found = [float(whole[f"paired_difference{end}"]) for end in ("", "_low", "_high")]
     assert found == pytest.approx(expected, rel=1e-2)
-    assert "6 of 20 runs diverged, otherwise 0 of 20 (+30" in asked.answers[-1]
+    assert "diverges more often, ends higher (6 of 20 runs diverged, otherwise 0 of 20: +30" in asked.answers[-1]
     assert asked.table.rows[-1][-1].text == "diverges more often, ends higher"
 
 

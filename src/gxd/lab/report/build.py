@@ -167,14 +167,15 @@ class _Report:
             self.section(name, name, "", [Block(table=tables.summary(name, self.panels[name]), kind="wide")])
 
     def questions(self) -> None:
-        text = "An interval that leaves out 0 decides; one that holds it leaves the question open."
+        text = f"{questions.RULE[0].upper()}{questions.RULE[1:]}"
         parts: list[Block | figures.Picture] = []
-        for question in (questions.compensation(self.found.runs), questions.sketch(self.found.runs)):
+        for ask in (questions.compensation, questions.sketch, questions.replacement):
+            question = ask(self.found.runs)
             if question.missing:
                 parts.append(Block(points=[f"{question.title} Not answered here."], missing=question.missing))
             else:
                 parts.append(Block(table=question.table, kind="wide dense asked", points=question.answers))
-        self.section("questions", "Two open questions", text, parts)
+        self.section("questions", "Open questions", text, parts)
 
     def settings(self) -> None:
         times = [run.seconds for run in self.found.runs] + [assay.seconds for assay in self.found.assays]

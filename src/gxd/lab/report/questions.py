@@ -1,4 +1,4 @@
-"""Two questions that the paper leaves open: does compensation help or destabilise, and does gxd_sketch beat gxd."""
+"""What the paper leaves open: does compensation help or destabilise, does gxd_sketch beat gxd, how often to reset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, points, 
 
 ENOUGH_SEEDS = 10
 
-MORE, LESS, OPEN = "more", "less", "open"
+MORE, LESS, SAME, OPEN = "more", "less", "same", "open"
+# What would not matter. An interval inside of it says that there is no difference worth speaking of.
+RATE_MARGIN, ACCURACY_MARGIN = 0.10, 0.01
 UNDER_WAY = "runs under way"
+RULE = (
+    "an interval that leaves out 0 decides; one inside ±1 point of accuracy, or ±10 points of divergence, says that "
+    "there is no difference that matters; any other leaves the question open."
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,18 @@ def sketch(runs: Sequence[Run]) -> Question:
         ("sketch", "GXD"),
         twins(runs, "method", "gxd_sketch", "gxd"),
         "gxd run permuted-digits --method gxd_sketch --activation silu --seed 0 (and again with --method gxd)",
+    )
+
+
+def replacement(runs: Sequence[Run]) -> Question:
+    """Is it better to reset more often?"""
+    return _question(
+        "rate",
+        "Does a replacement rate of 1e-3 beat 1e-4?",
+        "rate 1e-3",
+        ("1e-3", "1e-4"),
+        twins(runs, "rate", 1e-3, 1e-4),
+        "gxd run permuted-digits --method gxd --activation silu --rate 1e-3 --seed 0 (and again with --rate 1e-4)",
     )
 
 
@@ -125,7 +143,7 @@ def _question(
         f"({sides[0]} − {sides[1]}, percentage points) with Newcombe's. Last: test accuracy in % over the last tasks "
         "of the runs that lived; its difference in percentage points over the seeds that lived in both, with the 95 "
         "% t interval. Together: all runs of a replacement rate; a seed counts once, by its mean over the settings. "
-        f"What follows: an interval that leaves out 0 decides.{caption}",
+        f"What follows: {RULE}{caption}",
         [
             "Setting",
             *(f"Diverged, {side}" for side in sides),
@@ -138,7 +156,7 @@ def _question(
     for ours, theirs in fit or pairs:
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
-        rates = f"lr {short(config.get('lr'))}, rate {short(config.get('rate'))}"
+        rates = f"lr {short(config.get('lr'))}" + ("" if name == "rate" else f", rate {short(config.get('rate'))}")
         note = f"{_named(experiment)}, {ours.tasks} tasks"
         note += "" if name == "compensation" or ours.compensates else ", no compensation"
         one = Comparison([(ours, theirs)])
@@ -167,11 +185,12 @@ def _question(
                 **one.record,
             }
         )
-    together = _together(fit)
-    for (experiment, share), whole in together.items():
+    answers = [_summary(subject, fit)] if pairs else []
+    for (experiment, share), whole in _together(fit).items():
+        where = "Together" if name == "rate" else f"Together, rate {short(share)}"
         table.rows.append(
             [
-                Cell(f"Together, rate {short(share)}", f"{_named(experiment)}, {len(whole.pairs)} settings"),
+                Cell(where, f"{_named(experiment)}, {len(whole.pairs)} settings"),
                 *(_rate(whole.diverged(side)) for side in (0, 1)),
                 Cell(points(whole.gap, 0)),
                 Cell(""),
@@ -181,9 +200,7 @@ def _question(
             ]
         )
         table.records.append({"experiment": experiment, "rate": share, **whole.record})
-    answers = (
-        [_summary(subject, fit), *(_answer(subject, *at, whole) for at, whole in together.items())] if pairs else []
-    )
+        answers.append(_answer(f"{_named(experiment)}, {where.lower()}", subject, whole))
     return Question(title, table, answers, "" if pairs else command)
 
 
@@ -213,36 +230,49 @@ def _unfit(pair: tuple[Group, Group]) -> str:
     return f"fewer than {ENOUGH_SEEDS} seeds" if min(len(group.runs) for group in pair) < ENOUGH_SEEDS else ""
 
 
-def _side(interval: numbers.Interval) -> str:
-    """An interval that leaves out 0 decides; one that holds it, or is unbounded, leaves the question open."""
-    return MORE if interval.low > 0 else LESS if interval.high < 0 else OPEN
+def _side(interval: numbers.Interval, margin: float) -> str:
+    """What an interval says, by the rule."""
+    if interval.low > 0 or interval.high < 0:
+        return MORE if interval.low > 0 else LESS
+    return SAME if -margin < interval.low and interval.high < margin else OPEN
+
+
+def _divergence(compared: Comparison) -> str:
+    return _side(compared.gap, RATE_MARGIN)
+
+
+def _accuracy(compared: Comparison) -> str:
+    return _side(compared.change, ACCURACY_MARGIN)
 
 
 def _follows(compared: Comparison) -> str:
-    divergence = {MORE: "diverges more often", LESS: "diverges less often", OPEN: ""}[_side(compared.gap)]
-    accuracy = {MORE: "ends higher", LESS: "ends lower", OPEN: ""}[_side(compared.change)]
-    return ", ".join(filter(None, [divergence, accuracy])) or "open"
+    said = [
+        {MORE: "diverges more often", LESS: "diverges less often", SAME: "diverges as often", OPEN: ""}[
+            _divergence(compared)
+        ],
+        {MORE: "ends higher", LESS: "ends lower", SAME: "ends as high", OPEN: ""}[_accuracy(compared)],
+    ]
+    return ", ".join(filter(None, said)) or "open"
 
 
 def _summary(subject: str, pairs: Sequence[tuple[Group, Group]]) -> str:
     if not pairs:
         return f"No setting has {ENOUGH_SEEDS} seeds on both sides, so the question stays open here."
     each = [Comparison([pair]) for pair in pairs]
-    d = Counter(_side(one.gap) for one in each)
-    a = Counter(_side(one.change) for one in each)
+    d, a = Counter(map(_divergence, each)), Counter(map(_accuracy, each))
     return (
         f"Of the {len(pairs)} settings with at least {ENOUGH_SEEDS} seeds, {subject} diverges more often in "
-        f"{d[MORE]}, less often in {d[LESS]}, undecided in {d[OPEN]}; the runs that lived end higher in {a[MORE]}, "
-        f"lower in {a[LESS]}, undecided in {a[OPEN]}."
+        f"{d[MORE]}, less often in {d[LESS]}, as often in {d[SAME]}, undecided in {d[OPEN]}; the runs that lived end "
+        f"higher in {a[MORE]}, lower in {a[LESS]}, as high in {a[SAME]}, undecided in {a[OPEN]}."
     )
 
 
-def _answer(subject: str, experiment: str, rate: object, together: Comparison) -> str:
-    """What the settings of a replacement rate say together."""
+def _answer(settings: str, subject: str, together: Comparison) -> str:
+    """What settings say together."""
     (dead, n), (dead0, n0) = together.diverged(0), together.diverged(1)
     return (
-        f"{_named(experiment)}, all settings of rate {short(rate)}: with {subject} {dead} of {n} runs diverged, "
-        f"otherwise {dead0} of {n0} ({points(together.gap, 0)} points); accuracy {points(together.change)} points."
+        f"{settings}: {subject} {_follows(together).replace('open', 'leaves it open')} ({dead} of {n} runs diverged, "
+        f"otherwise {dead0} of {n0}: {points(together.gap, 0)} points; accuracy {points(together.change)} points)."
     )
 
 
