@@ -558,7 +558,7 @@ def test_the_questions_are_answered_by_their_intervals(world):
     asked = questions.compensation(runs)
     found = {(row.get("method"), row["rate"]): row for row in asked.table.records}
     settings = {(method, rate) for method in ("gxd", "gxd_sketch") for rate in (1e-4, 1e-3)}
-    assert set(found) == settings | {(None, 1e-4), (None, 1e-3)}  # and those of each rate together
+    assert set(found) == settings | {(None, 1e-4), (None, 1e-3)}  # and both methods together
     hot = found["gxd", 1e-3]
     assert (hot["diverged"], hot["n"], hot["other_diverged"], hot["other_n"], hot["pairs"]) == (8, 10, 0, 10, 2)
     assert float(hot["rate_difference_low"]) > 0
@@ -580,10 +580,10 @@ def test_an_interval_inside_the_margin_says_that_nothing_differs(tmp_path):
     assert [row[-1].text for row in questions.compensation(runs).table.rows] == ["ends as high"] * 2
     asked = questions.replacement(runs)
     assert [row[-1].text for row in asked.table.rows] == ["ends higher"] * 3
-    assert asked.table.rows[-1][0].text == "Together" and asked.table.records[-1]["n"] == 20
+    assert asked.table.rows[-1][0].text == "Together, lr 0.1" and asked.table.records[-1]["n"] == 20
 
 
-def test_settings_of_a_rate_are_answered_together_and_a_seed_counts_once(tmp_path):
+def test_settings_of_the_same_rates_are_answered_together_and_a_seed_counts_once(tmp_path):
     means = []
     for seed in range(10):
         for activation, gain in (("silu", 0.01), ("leaky_relu", 0.03)):

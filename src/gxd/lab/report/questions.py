@@ -142,7 +142,7 @@ def _question(
         "Settings that differ in nothing else. Diverged: rate with Wilson's 95 % interval; the difference of the rates "
         f"({sides[0]} − {sides[1]}, percentage points) with Newcombe's. Last: test accuracy in % over the last tasks "
         "of the runs that lived; its difference in percentage points over the seeds that lived in both, with the 95 "
-        "% t interval. Together: all runs of a replacement rate; a seed counts once, by its mean over the settings. "
+        "% t interval. Together: all runs of the two rates; a seed counts once, by its mean over the settings. "
         f"What follows: {RULE}{caption}",
         [
             "Setting",
@@ -186,8 +186,8 @@ def _question(
             }
         )
     answers = [_summary(subject, fit)] if pairs else []
-    for (experiment, share), whole in _together(fit).items():
-        where = "Together" if name == "rate" else f"Together, rate {short(share)}"
+    for (experiment, lr, share), whole in _together(fit).items():
+        where = f"Together, lr {short(lr)}" + ("" if name == "rate" else f", rate {short(share)}")
         table.rows.append(
             [
                 Cell(where, f"{_named(experiment)}, {len(whole.pairs)} settings"),
@@ -199,18 +199,22 @@ def _question(
                 Cell(_follows(whole)),
             ]
         )
-        table.records.append({"experiment": experiment, "rate": share, **whole.record})
+        table.records.append({"experiment": experiment, "lr": lr, "rate": share, **whole.record})
         answers.append(_answer(f"{_named(experiment)}, {where.lower()}", subject, whole))
     return Question(title, table, answers, "" if pairs else command)
 
 
-def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object], Comparison]:
-    """The settings of an experiment and replacement rate as one comparison, where there are several."""
-    found: dict[tuple[str, object], list[tuple[Group, Group]]] = defaultdict(list)
+def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object, object], Comparison]:
+    """The settings of an experiment, learning rate and replacement rate as one comparison, where there are several.
+
+    Learning rates stay apart: one at which nothing diverges would water down what another says of divergence.
+    """
+    found: dict[tuple[str, object, object], list[tuple[Group, Group]]] = defaultdict(list)
     for pair in pairs:
         run = pair[0].runs[0]
-        found[run.experiment, run.config.get("rate")].append(pair)
-    return {at: Comparison(settings) for at, settings in found.items() if len(settings) > 1}
+        found[run.experiment, run.config.get("lr"), run.config.get("rate")].append(pair)
+    order = sorted(found, key=str)
+    return {at: Comparison(found[at]) for at in order if len(found[at]) > 1}
 
 
 def _named(experiment: str) -> str:
