@@ -173,8 +173,12 @@ class _Report:
             question = ask(self.found.runs)
             if question.missing:
                 parts.append(Block(points=[f"{question.title} Not answered here."], missing=question.missing))
-            else:
-                parts.append(Block(table=question.table, kind="wide dense asked", points=question.answers))
+                continue
+            several = bool(question.together.rows)
+            if several:
+                parts.append(Block(table=question.together, kind="wide asked"))
+            parts.append(Block(points=question.answers))
+            parts.append(Block(table=question.table, kind="wide dense asked", fold=several))
         self.section("questions", "Open questions", text, parts)
 
     def settings(self) -> None:

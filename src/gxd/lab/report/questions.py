@@ -28,7 +28,8 @@ class Question:
     """A question, the pairs of settings that bear on it, and the answer that follows from them by rule."""
 
     title: str
-    table: Table
+    table: Table  # setting by setting
+    together: Table  # all settings of the same learning and replacement rate; may be empty
     answers: list[str]
     missing: str = ""
 
@@ -136,23 +137,23 @@ def _question(
     fit = [pair for pair in pairs if not _unfit(pair)]
     left_out = f" {len(pairs) - len(fit)} settings with fewer than {ENOUGH_SEEDS} complete seeds are left out."
     caption = left_out if fit and len(fit) < len(pairs) else ""
-    table = Table(
-        f"question-{name}",
-        title,
+    columns = [
+        "Setting",
+        *(f"Diverged, {side}" for side in sides),
+        "Difference",
+        *(f"Last, {side}" for side in sides),
+        "Paired difference",
+        f"What follows for {subject}",
+    ]
+    about = (
         "Settings that differ in nothing else. Diverged: rate with Wilson's 95 % interval; the difference of the rates "
         f"({sides[0]} − {sides[1]}, percentage points) with Newcombe's. Last: test accuracy in % over the last tasks "
         "of the runs that lived; its difference in percentage points over the seeds that lived in both, with the 95 "
-        "% t interval. Together: all runs of the two rates; a seed counts once, by its mean over the settings. "
-        f"What follows: {RULE}{caption}",
-        [
-            "Setting",
-            *(f"Diverged, {side}" for side in sides),
-            "Difference",
-            *(f"Last, {side}" for side in sides),
-            "Paired difference",
-            f"What follows for {subject}",
-        ],
+        f"% t interval. What follows: {RULE}"
     )
+    table = Table(f"question-{name}", f"{title} Setting by setting", about + caption, columns)
+    about += " All runs of the same rates; in the paired difference a seed counts once, by its mean over the settings."
+    together = Table(f"question-{name}-together", title, about, [c for c in columns if not c.startswith("Last, ")])
     for ours, theirs in fit or pairs:
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
@@ -187,21 +188,18 @@ def _question(
         )
     answers = [_summary(subject, fit)] if pairs else []
     for (experiment, lr, share), whole in _together(fit).items():
-        where = f"Together, lr {short(lr)}" + ("" if name == "rate" else f", rate {short(share)}")
-        table.rows.append(
+        where = f"lr {short(lr)}" + ("" if name == "rate" else f", rate {short(share)}")
+        together.rows.append(
             [
                 Cell(where, f"{_named(experiment)}, {len(whole.pairs)} settings"),
                 *(_rate(whole.diverged(side)) for side in (0, 1)),
                 Cell(points(whole.gap, 0)),
-                Cell(""),
-                Cell(""),
                 Cell(points(whole.change), whole.counted),
                 Cell(_follows(whole)),
             ]
         )
-        table.records.append({"experiment": experiment, "lr": lr, "rate": share, **whole.record})
-        answers.append(_answer(f"{_named(experiment)}, {where.lower()}", subject, whole))
-    return Question(title, table, answers, "" if pairs else command)
+        together.records.append({"experiment": experiment, "lr": lr, "rate": share, **whole.record})
+    return Question(title, table, together, answers, "" if pairs else command)
 
 
 def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object, object], Comparison]:
@@ -268,15 +266,6 @@ def _summary(subject: str, pairs: Sequence[tuple[Group, Group]]) -> str:
         f"Of the {len(pairs)} settings with at least {ENOUGH_SEEDS} seeds, {subject} diverges more often in "
         f"{d[MORE]}, less often in {d[LESS]}, as often in {d[SAME]}, undecided in {d[OPEN]}; the runs that lived end "
         f"higher in {a[MORE]}, lower in {a[LESS]}, as high in {a[SAME]}, undecided in {a[OPEN]}."
-    )
-
-
-def _answer(settings: str, subject: str, together: Comparison) -> str:
-    """What settings say together."""
-    (dead, n), (dead0, n0) = together.diverged(0), together.diverged(1)
-    return (
-        f"{settings}: {subject} {_follows(together).replace('open', 'leaves it open')} ({dead} of {n} runs diverged, "
-        f"otherwise {dead0} of {n0}: {points(together.gap, 0)} points; accuracy {points(together.change)} points)."
     )
 
 
