@@ -152,8 +152,12 @@ def _question(
         f"% t interval. What follows: {RULE}"
     )
     table = Table(f"question-{name}", f"{title} Setting by setting", about + caption, columns)
-    about += " All runs of the same rates; in the paired difference a seed counts once, by its mean over the settings."
-    together = Table(f"question-{name}-together", title, about, [c for c in columns if not c.startswith("Last, ")])
+    brief = (
+        f"All runs of the same rates. Differences ({sides[0]} − {sides[1]}) are in percentage points with their 95 % "
+        "intervals: Newcombe's for the rates of divergence; t for the accuracy over the last tasks, where both lived, "
+        "and where a seed counts once, by its mean over the settings."
+    )
+    together = Table(f"question-{name}-together", title, brief, [c for c in columns if not c.startswith("Last, ")])
     for ours, theirs in fit or pairs:
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
