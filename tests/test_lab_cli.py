@@ -20,7 +20,11 @@ from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress, clock
 
 SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
-SCRIPT = "import sys; from gxd_command import main; sys.exit(main())"
+# A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
+SCRIPT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from gxd_command import main; sys.exit(main())"
+)
 
 
 def complaint(capsys, *argv):
