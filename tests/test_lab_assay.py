@@ -20,6 +20,7 @@ from gxd.lab import cli, models, streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError
 from gxd.lab.report.digest import read_assay
+from tests.command import COMMAND
 from tests.test_lab_sweep import alive, wait_for
 
 TINY = AssayConfig(
@@ -260,11 +261,8 @@ def two_under_way(out):
     """`gxd assay` as a process group of its own, as a terminal would start it, with two assays under way."""
     # They have nothing to say while they train, so that none finds out by itself that nobody listens any more.
     endless = f"{OPTIONS} --epochs 10000000 --checkpoints 0 2 --seeds 0 1 --jobs 2"
-    # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from gxd_command import main; sys.exit(main())"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "assay", *endless.split(), "--out", str(out)],
+        [sys.executable, "-c", COMMAND, "assay", *endless.split(), "--out", str(out)],
         text=True,
         stderr=subprocess.PIPE,
         start_new_session=True,

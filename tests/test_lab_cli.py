@@ -18,13 +18,9 @@ from gxd.lab.cli import COMMANDS, main
 from gxd.lab.config import EXPERIMENTS, PermutedDigits
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress, clock
+from tests.command import COMMAND
 
 SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
-# A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
-SCRIPT = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from gxd_command import main; sys.exit(main())"
-)
 
 
 def complaint(capsys, *argv):
@@ -137,7 +133,7 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = ["run", "permuted-digits", *SMALL, "--tasks", "3000", "--out", str(tmp_path)]
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *argv], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", COMMAND, *argv], env=environment, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
@@ -154,7 +150,7 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
 def test_control_c_is_one_line_while_torch_is_imported(tmp_path) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, "--help"], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", COMMAND, "--help"], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr == "gxd: interrupted before anything was done\n"
 
@@ -176,7 +172,7 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path, command, unbuffered,
     words, _, reader = command.partition(" | ")
     line = f'{{ "$0" -c "$1" {words}; echo $? >code; }}' + (f" | {reader}" if reader else "")
     ended = subprocess.run(
-        ["bash", "-c", line, sys.executable, SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True
+        ["bash", "-c", line, sys.executable, COMMAND], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
     assert said is None or ended.stderr == said
@@ -188,7 +184,7 @@ def test_a_board_needs_no_stderr_and_the_output_no_unicode(tmp_path) -> None:
     options = "--data permuted-digits --width 8 --depth 1 --tasks 2 --calibration 64 --probe 48 --utilities gxd"
     argv = ["assay", *options.split(), "--seeds", "0", "--out", str(tmp_path)]
     ended = subprocess.run(
-        ["bash", "-c", '"$0" -c "$@" 2>&-', sys.executable, SCRIPT, *argv], env=environment, stdout=subprocess.PIPE
+        ["bash", "-c", '"$0" -c "$@" 2>&-', sys.executable, COMMAND, *argv], env=environment, stdout=subprocess.PIPE
     )
     assert ended.returncode == 0 and b" ? 0." in ended.stdout
 

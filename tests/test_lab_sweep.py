@@ -26,6 +26,7 @@ from gxd.lab.grid import load
 from gxd.lab.progress import Board, Progress
 from gxd.lab.selection import final_accuracy, final_runs, select
 from gxd.lab.workers import Job, settled, status_of
+from tests.command import COMMAND
 
 SWEEPS = Path(__file__).parent.parent / "sweeps"
 SMALL = {"tasks": 3, "epochs": 1, "width": 8, "depth": 1}
@@ -357,10 +358,7 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path, capsys: p
 @contextmanager
 def started(file: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """`gxd sweep` as a process group of its own, as a terminal would start it, with two runs under way."""
-    # A shell that starts the tests in the background has them ignore Ctrl-C, and the command would inherit that.
-    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = signals + "import sys; from gxd_command import main; sys.exit(main())"
-    argv = [sys.executable, "-c", code, "sweep", str(file), "--out", str(out), "--jobs", "2"]
+    argv = [sys.executable, "-c", COMMAND, "sweep", str(file), "--out", str(out), "--jobs", "2"]
     source = str(Path(run.__file__).parents[2])
     process = subprocess.Popen(
         argv,

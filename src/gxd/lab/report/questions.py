@@ -18,8 +18,9 @@ MORE, LESS, SAME, OPEN = "more", "less", "same", "open"
 RATE_MARGIN, ACCURACY_MARGIN = 0.10, 0.01
 UNDER_WAY = "runs under way"
 RULE = (
-    "an interval that leaves out 0 decides; one inside ±1 point of accuracy, or ±10 points of divergence, says that "
-    "there is no difference that matters; any other leaves the question open."
+    f"an interval that leaves out 0 decides; one inside ±{100 * ACCURACY_MARGIN:g} point of accuracy, or "
+    f"±{100 * RATE_MARGIN:g} points of divergence, says that there is no difference that "
+    "matters; any other leaves the question open."
 )
 
 
