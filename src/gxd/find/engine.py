@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
+from gxd.find.marks import KEPT
+from gxd.find.trace import Trace
 from gxd.layers import Layout, aliases
 
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
@@ -52,6 +54,7 @@ class LayerCall:
     batch_axis: int
     fold: str
     source: fx.Node  # the tensor that was read
+    trace: int  # the number of the trace
     rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     bias_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     units: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labels of the rows
@@ -73,6 +76,7 @@ class NormCall:
     entries: Tensor  # (e,) the label of every entry
     members: Tensor  # the units that pass through
     couples: bool
+    trace: int  # the number of the trace
 
 
 class Engine:
@@ -80,13 +84,14 @@ class Engine:
 
     Attributes:
         model: the traced module.
+        traces: the calls of it that were traced; their graphs are walked one after the other.
         units: the union-find of units.
         layers, norms: what the rules noted.
         refused: module name -> why its rows are no units.
     """
 
-    def __init__(self, model: nn.Module, program: Any, residual: str, batch_dim: int) -> None:
-        self.model, self.program = model, program
+    def __init__(self, model: nn.Module, traces: Sequence[Trace], residual: str, batch_dim: int) -> None:
+        self.model, self.traces = model, traces
         self.group_residuals = residual == "group"
         self.batch_dim = batch_dim
         self.units = Units()
@@ -100,24 +105,33 @@ class Engine:
         self.storages: dict[int, list[fx.Node]] = {}  # the nodes that lie in the same memory
         self.inside: dict[fx.Node, list[fx.Node]] = {}  # node -> the placeholders it is bound to in nested graphs
         self.noted: set[tuple[fx.Node, str]] = set()  # (node, parameter): uses that are part of a layer or norm call
-        self.without_grad = 0
-        self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
 
     # --- the walk -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk the graph."""
-        batched = [n for n in self.program.graph.nodes if n.op == "placeholder" and self.is_input(n)]
-        sizes = [f.shape[self.batch_dim] for n in batched if (f := n.meta["val"]).dim() > self.batch_dim]
-        self.batch_size = sizes[0] if sizes else None
-        self.walk(self.program.graph, {})
+        """Walk the graphs."""
+        for number, trace in enumerate(self.traces):
+            self.number, self.program = number, trace.program
+            self.storages.clear()
+            specs = self.program.graph_signature.input_specs
+            self.specs = {spec.arg.name: spec for spec in specs if hasattr(spec.arg, "name")}
+            batched = [n for n in self.program.graph.nodes if n.op == "placeholder" and self.is_input(n)]
+            sizes = [f.shape[self.batch_dim] for n in batched if (f := n.meta["val"]).dim() > self.batch_dim]
+            self.batch_size = sizes[0] if sizes else None
+            self.walk(self.program.graph, {})
+
+    @property
+    def trace(self) -> Trace:
+        """The one that is being walked."""
+        return self.traces[self.number]
 
     def walk(self, graph: fx.Graph, bound: dict[Any, Any]) -> Any:
         """Label every node; ``bound`` holds the values of the placeholders of a nested graph."""
+        live = self.live(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.note(node, bound[node] if node in bound else self.placeholder(node))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node in live:
                 self.note(node, self.call(node))
             elif node.op == "output":
                 values = self.fetch(node.args[0])
@@ -126,6 +140,34 @@ class Engine:
                         self.units.block(value.unit, "output layer: its values leave the model", override=True)
                 return values
         return None
+
+    def live(self, graph: fx.Graph) -> set[fx.Node]:
+        """The nodes that something comes of: an output, a write, or a tensor that outlives the forward. What is only
+        looked at (by an assertion, a log) is read by nothing.
+        """
+        live: set[fx.Node] = set()
+        pending = [n for n in graph.nodes if n.op == "output" or self.has_effects(n)]
+        while pending:
+            node = pending.pop()
+            if node not in live:
+                live.add(node)
+                pending += node.all_input_nodes
+        return live
+
+    def has_effects(self, node: fx.Node) -> bool:
+        """Whether a node does something besides computing its results."""
+        if KEPT in node.meta or op_name(node) == "_assert_scalar":  # a number that a branch was taken by
+            return True
+        if op_name(node) in REGIONS:
+            return any(self.has_effects(inner) for inner in self.body(node).nodes)
+        if isinstance(node.target, torch._ops.OpOverload):
+            return bool(node.target._schema.is_mutable)
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+    def body(self, node: fx.Node) -> fx.Graph:
+        """The graph inside a region."""
+        attribute = next(a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
+        return self.program.graph_module.get_submodule(attribute.target).graph
 
     def note(self, node: fx.Node, value: Any) -> None:
         self.values[node] = value
@@ -189,20 +231,14 @@ class Engine:
 
     def region(self, node: fx.Node) -> Any:
         """A ``with torch.no_grad()`` or ``autocast`` block: walk the graph inside."""
-        body, attribute = next((i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        graph = self.program.graph_module.get_submodule(attribute.target).graph
+        place = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        graph, outer = self.body(node), node.args[place + 1 :]
         inner = [n for n in graph.nodes if n.op == "placeholder"]
-        outer = node.args[body + 1 :]
         for inside, outside in zip(inner, outer, strict=True):
             if isinstance(outside, fx.Node):
                 self.inside.setdefault(outside, []).append(inside)
-        without_grad = op_name(node) == "wrap_with_set_grad_enabled" and node.args[0] is False
-        self.without_grad += without_grad
-        try:
-            values = {inside: self.fetch(outside) for inside, outside in zip(inner, outer, strict=True)}
-            return self.walk(graph, values or {None: None})
-        finally:
-            self.without_grad -= without_grad
+        values = {inside: self.fetch(outside) for inside, outside in zip(inner, outer, strict=True)}
+        return self.walk(graph, values or {None: None})
 
     def written(self, node: fx.Node, result: Any) -> None:
         """After an in-place op: what else lies in the written memory is read later under its old name."""

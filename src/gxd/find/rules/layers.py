@@ -96,10 +96,11 @@ def _layer(
         batch_axis=0,
         fold="none",
         source=source or node.args[0],  # type: ignore[arg-type]
+        trace=engine.number,
     )
     engine.noted |= {(node, v.parameter) for v in (weight, bias) if v is not None and v.parameter is not None}
     call.taps = taps
-    call.without_grad = engine.without_grad > 0
+    call.without_grad = not engine.trace.called.get(id(engine.modules[caller]), True)
     if not call.ports:
         reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
         engine.units.block(call.columns, reason)

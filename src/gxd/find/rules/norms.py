@@ -86,4 +86,4 @@ def _note(
     members = value.unit[value.unit >= 0].unique()
     # Frozen affine parameters stay as they are.
     weight, bias = (n if n is None or engine.parameters[n].requires_grad else None for n in names[:2])
-    engine.norms.append(NormCall(module, weight, bias, names[2], names[3], entries, members, couples))
+    engine.norms.append(NormCall(module, weight, bias, names[2], names[3], entries, members, couples, engine.number))
