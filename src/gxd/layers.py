@@ -78,9 +78,7 @@ def is_plain_call(module: nn.Module) -> bool:
 
     A subclass with a ``forward`` of its own may do anything before the weight is used.
     """
-    if "forward" in vars(module):
-        return False
-    return is_transposed(module) or any(type(module).forward is kind.forward for kind in _PLAIN)
+    return "forward" not in vars(module) and any(type(module).forward is kind.forward for kind in _PLAIN)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -321,7 +321,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) ->
     return None
 
 
-_POSITION = {"input": 0, "query": 0, "key": 1, "value": 2}
+_POSITION = {"query": 0, "key": 1, "value": 2}
 
 
 def replace_arguments(
@@ -329,20 +329,18 @@ def replace_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a module call with the given ones replaced; a tensor passed twice stays one tensor."""
     done: dict[int, Tensor] = {}
-    positional, named = list(args), dict(kwargs)
+    positional: dict[int | str, Any] = dict(enumerate(args))
+    arguments = {**positional, **kwargs}
     for port in ports:
-        place = _POSITION[port]
-        key = port
-        if place >= len(positional) and key not in named:
-            key = "x"  # the argument's name in the Conv1D of GPT models
-        source = positional[place] if place < len(positional) else named[key]
+        if port == "input":  # the first tensor, whatever it is called
+            place: int | str = next(key for key, value in arguments.items() if isinstance(value, Tensor))
+        else:
+            place = _POSITION[port] if _POSITION[port] in positional else port
+        source = arguments[place]
         if id(source) not in done:
             done[id(source)] = function(source)
-        if place < len(positional):
-            positional[place] = done[id(source)]
-        else:
-            named[key] = done[id(source)]
-    return tuple(positional), named
+        arguments[place] = done[id(source)]
+    return tuple(arguments[n] for n in range(len(args))), {key: arguments[key] for key in kwargs}
 
 
 def attention_output(output: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gxd.find.engine import Engine, LayerCall, NormCall
+from gxd.find.labels import Value
 from gxd.init import Init, fit
 from gxd.layers import default_bound, layout_of
 from gxd.plan import Consumer, Group, Norm, Producer, Skipped, UnitPlan, View, ranges, tensor_names
@@ -21,7 +22,7 @@ def assemble(engine: Engine) -> UnitPlan:
     groups = _groups(engine)
     tensors = {**engine.parameters, **dict(engine.model.named_buffers(remove_duplicate=False))}
     shapes = {name: tuple(tensors[name].shape) for name in tensor_names(groups)}
-    return UnitPlan(tuple(groups), tuple(_skipped(engine, groups)), shapes, engine.batch_dim)
+    return UnitPlan(tuple(groups), tuple(_skipped(engine, groups)), shapes, engine.batch_dim, tuple(_unseen(engine)))
 
 
 def _groups(engine: Engine) -> list[Group]:
@@ -201,6 +202,23 @@ def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
         elif layout_of(module) is not None and not _is_part_of(name, seen):
             skipped[name] = "not called in the traced forward"
     return [Skipped(name, reason) for name, reason in skipped.items()]
+
+
+def _unseen(engine: Engine) -> list[str]:
+    """The modules with parameters of their own that no traced call has called, and whose parameters none has used."""
+    used = {
+        id(engine.parameters[value.parameter])
+        for node, value in engine.values.items()
+        if node.op == "placeholder" and node.users and isinstance(value, Value) and value.parameter in engine.parameters
+    }
+    called = {key for trace in engine.traces for key in trace.called}
+    return [
+        name
+        for name, module in engine.model.named_modules()
+        if id(module) not in called
+        and (own := list(module.parameters(recurse=False)))
+        and not any(id(parameter) in used for parameter in own)
+    ]
 
 
 def _is_part_of(name: str, seen: set[str]) -> bool:

@@ -16,6 +16,7 @@ MOST_ROWS = 4  # of one layer in one unit: two for a GLU, a few for a maxout
 def finish(engine: Engine) -> None:
     """Refuse what turned out to be shared, and settle which units are blocked."""
     _refuse_repeated_calls(engine)
+    _join_traces(engine)
     _refuse_shared_norms(engine)
     _refuse_other_readers(engine)
     _refuse_large_components(engine)
@@ -24,14 +25,47 @@ def finish(engine: Engine) -> None:
 
 def _refuse_repeated_calls(engine: Engine) -> None:
     """A row used twice makes two units of one weight, and a column reads two: neither can be reset alone."""
-    calls: dict[int, list[LayerCall]] = {}
+    calls: dict[tuple[int, int], list[LayerCall]] = {}
     for call in engine.layers:
-        calls.setdefault(id(engine.parameters[call.weight]), []).append(call)
+        calls.setdefault((call.trace, id(engine.parameters[call.weight])), []).append(call)
     for repeated in calls.values():
         rows = torch.cat([call.rows for call in repeated])
         if len(rows.unique()) < len(rows):  # else: parts of a packed projection
             for call in repeated:
                 _refuse_call(engine, call, f"called {len(repeated)} times in one forward")
+
+
+def _join_traces(engine: Engine) -> None:
+    """A layer that several calls of the model run is one layer: its rows are the same units in all of them, and its
+    columns must read the same units, or they cannot be zeroed for one. One of its calls is kept.
+    """
+    first: dict[tuple[int, int], LayerCall] = {}
+    again: list[tuple[LayerCall, LayerCall]] = []
+    for call in engine.layers:
+        key = id(engine.parameters[call.weight]), int(call.rows[0]) if len(call.rows) else -1
+        if first.setdefault(key, call).trace != call.trace:
+            again.append((first[key], call))
+    for one, other in again:
+        if len(one.units) == len(other.units):
+            engine.units.merge(one.units, other.units)
+    same: dict[fx.Node, fx.Node] = {}  # the tensor that a layer reads in one trace, and in another
+    for one, other in again:
+        engine.layers = [call for call in engine.layers if call is not other]
+        if torch.equal(engine.units.resolve(one.columns), engine.units.resolve(other.columns)):
+            same[other.source] = one.source
+        else:
+            for call in (one, other):
+                _refuse_call(engine, call, "it reads other units in another of the traced calls")
+        if one.running_mean != other.running_mean:
+            one.running_mean, one.approximate = None, "no bias to take the mean"
+    for call in engine.layers:
+        call.source = same.get(call.source, call.source)
+    norms: dict[str, NormCall] = {}
+    for norm in list(engine.norms):
+        before = norms.setdefault(norm.module, norm)
+        entries = [engine.units.resolve(one.entries) for one in (before, norm)]
+        if before.trace != norm.trace and torch.equal(*entries):
+            engine.norms = [one for one in engine.norms if one is not norm]
 
 
 def _refuse_shared_norms(engine: Engine) -> None:
@@ -98,6 +132,8 @@ def _other_reader(engine: Engine, name: str) -> str | None:
         node = pending.pop()
         pending += engine.inside.get(node, [])
         for user in node.users:
+            if user.op == "call_function" and user not in engine.values:  # nothing comes of it
+                continue
             value = engine.values.get(user)
             moved = value if isinstance(value, list) else [value]
             if (user, name) in engine.noted or any((user, n) in engine.noted for n in names):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
 
 # Keys of a node's meta, which survive the passes of torch.export:
-ARGUMENT = "gxd_argument_of"  # (id of a module, position or name) for each call that was given the tensor
+ARGUMENT = "gxd_argument_of"  # (id of a module, place among its tensors) for each call that was given the tensor
 KEPT = "gxd_kept"  # the forward has returned, and something still holds the tensor
 
 
@@ -37,8 +37,8 @@ def marked(model: nn.Module) -> Iterator[dict[int, bool]]:
 def _mark(called: dict[int, bool]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         called[id(module)] = called.get(id(module), True) and torch.is_grad_enabled()
-        for place, argument in (*enumerate(args), *kwargs.items()):
-            node = _node_of(argument) if isinstance(argument, Tensor) else None
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        for place, node in enumerate(map(_node_of, tensors)):
             if node is not None:
                 node.meta.setdefault(ARGUMENT, []).append((id(module), place))
 

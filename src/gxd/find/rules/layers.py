@@ -10,19 +10,21 @@ from torch import Tensor, fx, nn
 
 from gxd.find.engine import Engine, LayerCall, foreign, op_name, rule
 from gxd.find.labels import FOREIGN, Value, collapse
-from gxd.layers import CONV_TRANSPOSE, LINEAR_TRANSPOSED, is_plain_call, is_transposed, layout_of
+from gxd.find.marks import ARGUMENT
+from gxd.layers import CONV, CONV_TRANSPOSE, LINEAR, LINEAR_TRANSPOSED, Layout, is_plain_call
 
 
 @rule("linear")
 def linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _layer(engine, node, args, axis=-1, padded=False)
+    return _layer(engine, node, args, (0, 1, 2), Layout(LINEAR), axis=-1)
 
 
 @rule("conv1d", "conv2d", "conv3d")
 def conv(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     padding = args[4] if len(args) > 4 else 0
     padded = padding != "valid" and any(_as_list(padding)) if padding != "same" else True
-    return _layer(engine, node, args, axis=-(args[1].unit.dim() - 1), padded=padded)
+    layout = Layout(CONV, args[6] if len(args) > 6 else 1)
+    return _layer(engine, node, args, (0, 1, 2), layout, axis=-(args[1].unit.dim() - 1), padded=padded)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -33,17 +35,23 @@ def conv_transpose(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[
     stride = _as_list(args[3] if len(args) > 3 else 1)
     rank = args[1].unit.dim() - 2
     taps = 1.0 / prod(stride * rank if len(stride) == 1 else stride)
-    return _layer(engine, node, args, axis=-(rank + 1), padded=True, taps=taps)
+    layout = Layout(CONV_TRANSPOSE, args[6] if len(args) > 6 else 1)
+    return _layer(engine, node, args, (0, 1, 2), layout, axis=-(rank + 1), padded=True, taps=taps)
 
 
 @rule("addmm")
 def transposed_linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The ``Conv1D`` of the GPT family: a linear layer whose weight is ``(in, out)``."""
-    bias, value, weight = args[:3]
-    name = engine.owner(weight.parameter or "")
-    if weight.parameter in engine.parameters and name == engine.caller(node) and is_transposed(engine.modules[name]):
-        return _layer(engine, node, [value, weight, bias], axis=-1, padded=False, source=node.args[1])
-    return functional(engine, node, args)
+    """``b + x W``, as in the ``Conv1D`` of the GPT family: a linear layer whose weight is ``(in, out)``."""
+    if kwargs:  # a factor
+        return functional(engine, node, args)
+    return _layer(engine, node, args, (1, 2, 0), Layout(LINEAR_TRANSPOSED), axis=-1)
+
+
+def product_with_weight(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
+    """``x W``: the same without a bias."""
+    if args[1].unit.dim() != 2:
+        return functional(engine, node, args)
+    return _layer(engine, node, args, (0, 1, None), Layout(LINEAR_TRANSPOSED), axis=-1)
 
 
 @rule("addmv", "bilinear", "addbmm")
@@ -66,10 +74,17 @@ def functional(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
 
 
 def _layer(
-    engine: Engine, node: fx.Node, args: list[Any], axis: int, padded: bool, taps: float = 1.0, source: Any = None
+    engine: Engine,
+    node: fx.Node,
+    args: list[Any],
+    places: tuple[int, int, int | None],
+    layout: Layout,
+    axis: int,
+    padded: bool = False,
+    taps: float = 1.0,
 ) -> Any:
-    value, weight = args[0], args[1]
-    bias = args[2] if len(args) > 2 else None
+    """A product with a weight. ``places`` are those of the input, the weight and the bias among the arguments."""
+    value, weight, bias = (None if p is None or p >= len(args) else args[p] for p in places)
     if weight.parameter is None or weight.parameter not in engine.parameters:
         return _computed(engine, node, value, weight, bias)
     if not isinstance(value, Value) or value.parameter in engine.parameters:
@@ -77,12 +92,17 @@ def _layer(
     caller = engine.caller(node)
     parameter = name_used_by(engine, caller, weight.parameter)
     name = engine.owner(parameter)
-    module = engine.modules[name]
-    attention = isinstance(engine.modules.get(caller), nn.MultiheadAttention)
-    layout = layout_of(module)
-    plain = caller == name and is_plain_call(module)
-    if layout is None or not (plain or attention):
-        return functional(engine, node, args)
+    module = engine.modules[caller]
+    attention = isinstance(module, nn.MultiheadAttention)
+    source: Any = node.args[places[0]]
+    columns = _columns(engine, value, axis, name)
+    if not attention and not (caller == name and is_plain_call(module)):
+        # Any other class: what it is called with must be what it multiplies, for that is what can be observed.
+        found = _argument(engine, node, source, axis, columns) if caller == name else None
+        if found is None or not _is_whole(node.args[places[1]]):
+            return functional(engine, node, args)
+        source, padded = found[0], padded or found[1]
+        value = engine.values[source]
     call = LayerCall(
         module=name,
         weight=parameter,
@@ -91,16 +111,16 @@ def _layer(
         site=caller,
         ports=_ports(weight, bias) if attention else ("input",),
         node=node,
-        columns=_columns(engine, value, axis, name),
+        columns=columns,
         axis=axis,
         batch_axis=0,
         fold="none",
-        source=source or node.args[0],  # type: ignore[arg-type]
+        source=source,
         trace=engine.number,
     )
     engine.noted |= {(node, v.parameter) for v in (weight, bias) if v is not None and v.parameter is not None}
     call.taps = taps
-    call.without_grad = not engine.trace.called.get(id(engine.modules[caller]), True)
+    call.without_grad = not engine.trace.called.get(id(module), True)
     if not call.ports:
         reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
         engine.units.block(call.columns, reason)
@@ -115,7 +135,45 @@ def _layer(
     _consume(engine, call)
     _produce(engine, call, weight, bias, node)
     engine.layers.append(call)
-    return _output(call, value, node, axis)
+    return _output(call, args[places[0]], node, axis)
+
+
+_CASTS = ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
+_MOVES = (*_CASTS, "pad", "constant_pad_nd", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze")
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm", "matmul", "mm")
+
+
+def _argument(
+    engine: Engine, node: fx.Node, source: fx.Node, axis: int, columns: Tensor
+) -> tuple[fx.Node, bool] | None:
+    """The first argument of the module that a layer's input is, up to its type, its layout and padding, and whether it
+    was padded. None if the input is computed inside the module, or something else in there reads the argument too.
+    """
+    caller, padded = engine.caller(node), False
+    while True:
+        inside = [u for u in source.users if (engine.caller(u) + ".").startswith(caller + ".")]
+        if not all(user is node or op_name(user) in _LAYERS or op_name(user).startswith("_assert") for user in inside):
+            return None
+        if (id(engine.modules[caller]), 0) in source.meta.get(ARGUMENT, ()):
+            break
+        if engine.caller(source) != caller or op_name(source) not in _MOVES:
+            return None
+        padded |= "pad" in op_name(source)
+        node, source = source, source.args[0]  # type: ignore[assignment]
+    value = engine.values.get(source)
+    if not isinstance(value, Value) or value.unit.dim() < -axis:
+        return None
+    others = [d for d in range(value.unit.dim()) if d != axis % value.unit.dim()]
+    read, mixed = collapse(engine.units.resolve(value.unit), others)
+    same = not bool(mixed.any()) and torch.equal(read.flatten(), engine.units.resolve(columns))
+    return (source, padded) if same else None
+
+
+def _is_whole(weight: Any) -> bool:
+    """Whether a weight is used as it is stored, not a part of it or turned around."""
+    while weight.op == "call_function" and op_name(weight) in _CASTS:
+        weight = weight.args[0]
+    return bool(weight.op == "placeholder")
 
 
 def name_used_by(engine: Engine, caller: str, parameter: str) -> str:

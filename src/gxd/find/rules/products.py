@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from gxd.find.engine import Engine, rule, unknown
 from gxd.find.labels import FOREIGN, UNKNOWN, Value, agree, collapse, filled
-from gxd.find.rules.layers import functional
+from gxd.find.rules.layers import functional, product_with_weight
 
 _SCORES = "read by a product of activations (attention scores), which is not a layer"
 
@@ -37,7 +37,9 @@ def attention(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
 def matmul(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """A product sums over one axis: the labels of an operand survive if they are constant along it."""
     left, right = args[0], args[1]
-    if left.parameter in engine.parameters or right.parameter in engine.parameters:
+    if right.parameter in engine.parameters:
+        return product_with_weight(engine, node, args)
+    if left.parameter in engine.parameters:
         return functional(engine, node, args)
     if left.unit.dim() < 2 or right.unit.dim() < 2:
         return unknown(engine, node, args, kwargs)
