@@ -35,18 +35,26 @@ def traced_in_place(model: nn.Module) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect(0)
     gc.disable()  # so that all that is made from now on is young, and can be told from the rest
+    stuck: list[Any] = []
     try:
         with as_found(model):
             yield
+    finally:
         young = [weakref.ref(one) for one in gc.get_objects(generation=0) if type(one) is FakeTensor]
         _forget_the_last_graph()
         gc.collect(0)
         left = [one for one in (ref() for ref in young) if one is not None]
         if left:
-            _take_out(left)
-    finally:
+            stuck = _take_out(left)
         if was_enabled:
             gc.enable()
+    if stuck:
+        raise TraceError(
+            "the forward pass keeps tensors of the trace where they cannot be taken out: in "
+            f"{', '.join(sorted({_describe(one) for one in stuck}))}. They have no values, and a later pass would use "
+            "them: clear that cache, or describe the units by hand: gxd.find_units(model, "
+            "groups=[gxd.hand_group('fc1', consumers=['fc2'])])"
+        )
 
 
 def _forget_the_last_graph() -> None:
@@ -56,8 +64,10 @@ def _forget_the_last_graph() -> None:
         kept.clear()
 
 
-def _take_out(left: list[FakeTensor]) -> None:
-    """Take fake tensors out of whatever holds them: cached functions forget all, containers lose the tensors."""
+def _take_out(left: list[FakeTensor]) -> list[Any]:
+    """Take fake tensors out of whatever holds them: cached functions forget all, containers lose the tensors. Returns
+    the holders that cannot do without.
+    """
     mine = {id(one) for one in left}
     holders = [(one, 0) for one in _holders(left)]
     known = {id(holder) for holder, _ in holders}
@@ -80,13 +90,7 @@ def _take_out(left: list[FakeTensor]) -> None:
             holders += [(one, depth + 1) for one in further]
         else:
             stuck.append(holder)
-    if stuck:
-        raise TraceError(
-            "the forward pass keeps tensors of the trace where they cannot be taken out: in "
-            f"{', '.join(sorted({_describe(one) for one in stuck}))}. They have no values, and a later pass would use "
-            "them: clear that cache, or describe the units by hand: gxd.find_units(model, "
-            "groups=[gxd.hand_group('fc1', consumers=['fc2'])])"
-        )
+    return stuck
 
 
 def _holders(objects: list[Any]) -> list[Any]:

@@ -45,6 +45,7 @@ _STRANGERS = (
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
 _LIBRARIES = (*sys.stdlib_module_names, "numpy", "torch")  # their functions and classes keep nothing of a model
 _GLOBALS = (type(None), bool, int, float, dict, list, set, deque, Tensor)  # what a function may keep by a global name
+_KEEPERS = (*_GLOBALS, types.FunctionType)
 _ABSENT = object()
 
 
@@ -197,7 +198,7 @@ class _Snapshot:
             *(one.__defaults__ or ()),
             *(one.__kwdefaults__ or {}).values(),
             vars(one),
-            *(value for value in before.values() if isinstance(value, (*_GLOBALS, types.FunctionType))),
+            *(value for value in before.values() if isinstance(value, _KEEPERS) or _is_foreign(value)),
         )
 
     def _cell(self, one: types.CellType) -> Iterable[Any]:
@@ -256,6 +257,11 @@ class _Snapshot:
 
 def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] is other[0] and one[1] is other[1]
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether this is an object of a class of the user's, or of a package that is neither torch nor Python's own."""
+    return value is not _ABSENT and not _is_at_home_in(type(value).__module__, _LIBRARIES)
 
 
 def _is_strange(kind: type) -> bool:
