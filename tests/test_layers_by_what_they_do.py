@@ -43,6 +43,11 @@ class Matmul(nn.Module):
         return x @ self.kernel + self.shift
 
 
+class Turned(Foreign):
+    def forward(self, features: Tensor, edges: Tensor | None = None) -> Tensor:
+        return features @ self.weight.T + self.bias
+
+
 class Addmm(Matmul):
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.shift, x.reshape(-1, x.shape[-1]), self.kernel).view(*x.shape[:-1], -1)
@@ -55,7 +60,7 @@ class SameConv(nn.Conv2d):
         return F.conv2d(F.pad(x, (0, 1, 0, 1)), self.weight, self.bias, self.stride)
 
 
-LAYERS = [nn.Linear, OwnForward, Foreign, Casting, Matmul, Addmm]
+LAYERS = [nn.Linear, OwnForward, Foreign, Casting, Turned, Matmul, Addmm]
 
 
 def two(kind: type[nn.Module]) -> nn.Sequential:
@@ -72,11 +77,7 @@ def test_a_class_that_multiplies_its_argument_by_its_weight_is_a_layer(kind):
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_the_numbers_confirm_it(kind):
     model = two(kind)
-    report = gxd.check(model, X)
-    exact = {"0", "2"} if kind is not Matmul else {"2"}  # a product without a bias has nowhere to put the mean
-    assert {g.name: g.status for g in report.groups} == {
-        name: "passed" if name in exact else "approximate" for name in ("0", "2")
-    }
+    assert {g.name: g.status for g in gxd.check(model, X).groups} == {"0": "passed", "2": "passed"}
 
 
 def test_a_convolution_that_pads_by_itself_is_a_layer_and_its_compensation_is_approximate_at_the_border():
@@ -130,6 +131,28 @@ def test_units_that_cannot_be_seen_where_they_are_multiplied_are_refused(kind):
     plan = gxd.find_units(model, X)
     assert [g.name for g in plan.groups] == []
     assert "functionally" in next(s.reason for s in plan.skipped if s.name == "2")
+
+
+class Packed(nn.Module):
+    """Multiplies its argument by the weight of a part of it, with a bias that it puts together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.bias = nn.Linear(8, 16, bias=False), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = F.linear(x, self.both.weight, torch.cat([self.bias, self.bias])).chunk(2, -1)
+        return left * right
+
+
+def test_a_weight_that_is_used_by_another_module_than_its_own_is_read_where_that_one_is_called():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Packed(), nn.Linear(8, 3))
+    plan = gxd.find_units(model, X)
+    assert [(g.name, [(c.module, c.site) for c in g.consumers]) for g in plan.groups] == [("0", [("2.both", "2")])]
+    assert plan["0"].approximate == ("2.both: its bias is computed",)
+    assert next(s.reason for s in plan.skipped if s.name == "2.both").startswith("its bias is computed")
+    assert gxd.check(model, X, plan=plan)["0"].status == "approximate"
 
 
 def test_a_second_weight_inside_a_module_is_refused():

@@ -48,10 +48,11 @@ def transposed_linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: di
 
 
 def product_with_weight(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
-    """``x W``: the same without a bias."""
+    """``x W`` or ``x W'``: the bias, if there is one, is added to it."""
     if args[1].unit.dim() != 2:
         return functional(engine, node, args)
-    return _layer(engine, node, args, (0, 1, None), Layout(LINEAR_TRANSPOSED), axis=-1)
+    layout = Layout(LINEAR if op_name(node.args[1]) in _TURNS else LINEAR_TRANSPOSED)  # type: ignore[arg-type]
+    return _layer(engine, node, args, (0, 1, None), layout, axis=-1)
 
 
 @rule("addmv", "bilinear", "addbmm")
@@ -85,6 +86,9 @@ def _layer(
 ) -> Any:
     """A product with a weight. ``places`` are those of the input, the weight and the bias among the arguments."""
     value, weight, bias = (None if p is None or p >= len(args) else args[p] for p in places)
+    added = None
+    if places[2] is None:
+        added, bias = _added_bias(engine, node, weight)
     if weight.parameter is None or weight.parameter not in engine.parameters:
         return _computed(engine, node, value, weight, bias)
     if not isinstance(value, Value) or value.parameter in engine.parameters:
@@ -98,8 +102,8 @@ def _layer(
     columns = _columns(engine, value, axis, name)
     if not attention and not (caller == name and is_plain_call(module)):
         # Any other class: what it is called with must be what it multiplies, for that is what can be observed.
-        found = _argument(engine, node, source, axis, columns) if caller == name else None
-        if found is None or not _is_whole(node.args[places[1]]):
+        found = _argument(engine, node, source, axis, columns)
+        if found is None or not _is_whole(node.args[places[1]], layout):
             return functional(engine, node, args)
         source, padded = found[0], padded or found[1]
         value = engine.values[source]
@@ -118,7 +122,8 @@ def _layer(
         source=source,
         trace=engine.number,
     )
-    engine.noted |= {(node, v.parameter) for v in (weight, bias) if v is not None and v.parameter is not None}
+    uses = ((node, weight), (added or node, bias))
+    engine.noted |= {(user, v.parameter) for user, v in uses if v is not None and v.parameter is not None}
     call.taps = taps
     call.without_grad = not engine.trace.called.get(id(module), True)
     if not call.ports:
@@ -139,6 +144,7 @@ def _layer(
 
 
 _CASTS = ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
+_TURNS = ("t", "numpy_T", "mT", "transpose", "permute", "swapaxes", "swapdims")  # of a matrix: rows and columns
 _MOVES = (*_CASTS, "pad", "constant_pad_nd", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze")
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm", "matmul", "mm")
 
@@ -169,11 +175,26 @@ def _argument(
     return (source, padded) if same else None
 
 
-def _is_whole(weight: Any) -> bool:
-    """Whether a weight is used as it is stored, not a part of it or turned around."""
-    while weight.op == "call_function" and op_name(weight) in _CASTS:
+def _is_whole(weight: Any, layout: Layout) -> bool:
+    """Whether a weight is used as it is stored, not a part of it."""
+    turned = False
+    while weight.op == "call_function" and op_name(weight) in (*_CASTS, *_TURNS):
+        turned ^= op_name(weight) in _TURNS
         weight = weight.args[0]
-    return bool(weight.op == "placeholder")
+    return bool(weight.op == "placeholder") and (layout.family == LINEAR or not turned)
+
+
+def _added_bias(engine: Engine, node: fx.Node, weight: Value) -> tuple[fx.Node | None, Value | None]:
+    """The sum of a product and a bias of the same module, if nothing else reads the product."""
+    readers = list(node.users)
+    if len(readers) != 1 or op_name(readers[0]) not in ("add", "add_") or readers[0].kwargs:
+        return None, None
+    other = next((a for a in readers[0].args if a is not node), None)
+    bias = engine.fetch(other)
+    if not isinstance(bias, Value) or bias.parameter is None or not _is_whole(other, Layout(LINEAR)):
+        return None, None
+    mine = engine.owner(bias.parameter) == engine.owner(weight.parameter or "")
+    return (readers[0], bias) if mine and bias.shape == node.meta["val"].shape[-1:] else (None, None)
 
 
 def name_used_by(engine: Engine, caller: str, parameter: str) -> str:
@@ -252,7 +273,9 @@ def _following_running_mean(engine: Engine, node: fx.Node) -> str | None:
 
 def _approximation(engine: Engine, call: LayerCall, bias: Value | None, padded: bool) -> str | None:
     if call.bias is None and call.running_mean is None:
-        return "no bias to take the mean" if bias is None else "its bias is frozen"
+        if bias is None:
+            return "no bias to take the mean"
+        return "its bias is frozen" if bias.parameter in engine.parameters else "its bias is computed"
     if call.layout.family == CONV_TRANSPOSE:
         return "transposed kernel"
     return "padding" if padded else None
@@ -280,11 +303,14 @@ def _consume(engine: Engine, call: LayerCall) -> None:
 
 def _produce(engine: Engine, call: LayerCall, weight: Value, bias: Value | None, node: fx.Node) -> None:
     assert weight.rows is not None
-    call.rows = weight.rows.flatten(1)[:, 0]
-    if call.layout.family in (CONV_TRANSPOSE, LINEAR_TRANSPOSED):  # (in, out, ...): rows are output channels
+    if call.ports == ("input",):  # the weight as it is stored
         call.rows = torch.arange(node.meta["val"].shape[call.axis])
+    else:  # a part of a packed projection
+        call.rows = weight.rows.flatten(1)[:, 0]
     call.bias_rows = call.rows if bias is None or bias.rows is None else bias.rows
     reason = refusal(engine, call)
+    if reason is None and bias is not None and bias.parameter not in engine.parameters and bias.concrete is None:
+        reason = "its bias is computed, there is none to set to zero"
     if reason is not None:
         engine.refused.setdefault(call.module, reason)
     else:
