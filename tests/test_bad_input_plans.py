@@ -188,7 +188,7 @@ UNTRACEABLE = [
     ("a keyword that forward has not", mlp, {"pixels": X}, ("Sequential", "pixels|input", *REMEDIES)),
     ("too many inputs", mlp, (X, X), ("Sequential", "argument", *REMEDIES)),
     ("no input", mlp, (), ("Sequential", "input", *REMEDIES)),
-    ("a list", mlp, [X], ("Sequential", "list", "tuple", *REMEDIES)),
+    ("a list of lists", mlp, [[X]], ("Sequential", "list", "tuple", *REMEDIES)),
     ("a string", mlp, "x", ("Sequential", "str", *REMEDIES)),
 ]
 

@@ -71,7 +71,10 @@ def two(kind: type[nn.Module]) -> nn.Sequential:
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_a_class_that_multiplies_its_argument_by_its_weight_is_a_layer(kind):
     plan = gxd.find_units(two(kind), X)
-    assert [(g.name, g.size, [c.module for c in g.consumers]) for g in plan.groups] == [("0", 8, ["2"]), ("2", 6, ["4"])]
+    assert [(g.name, g.size, [c.module for c in g.consumers]) for g in plan.groups] == [
+        ("0", 8, ["2"]),
+        ("2", 6, ["4"]),
+    ]
 
 
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)

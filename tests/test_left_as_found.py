@@ -1,4 +1,4 @@
-"""What the library runs for its own purposes leaves the user's model as it was: deeply, and whatever its forward does."""
+"""What the library runs for its own purposes leaves the model as it was: deeply, and whatever its forward does."""
 
 import copy
 import functools
@@ -6,6 +6,7 @@ import gc
 import random
 import types
 from collections import OrderedDict, defaultdict, deque
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ _LAST: Tensor | None = None
 _CALLS = 0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cached_scale(n: int) -> Tensor:
     return torch.ones(n)
 
@@ -80,7 +81,7 @@ class Attribute(Net):
 
 
 class ClassAttribute(Net):
-    cache: dict[int, Tensor] = {}
+    cache: ClassVar[dict[int, Tensor]] = {}
     last = None
 
     def scale(self, h):

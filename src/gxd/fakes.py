@@ -75,7 +75,7 @@ def _take_out(left: list[FakeTensor]) -> list[Any]:
     while holders:
         holder, depth = holders.pop()
         if isinstance(holder, _Cache):
-            holder.cache_clear()  # type: ignore[attr-defined]
+            holder.cache_clear()
         elif isinstance(holder, dict) and not _is_namespace(holder):
             for key in [k for k, v in holder.items() if id(v) in mine or id(k) in mine]:
                 del holder[key]

@@ -46,6 +46,8 @@ def fit(weight: Tensor, default_bound: float) -> Init:
     if one fits, else the default: weights that fit nothing have been trained, or are zero.
     """
     default = Init("uniform", default_bound)
+    if weight.is_meta:  # not made yet
+        return default
     values = weight.detach().flatten()
     values = values[:: max(1, values.numel() // _SAMPLE)].double().cpu()
     if values.numel() < 2 or not values.isfinite().all() or values.std() == 0:

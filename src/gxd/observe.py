@@ -329,13 +329,13 @@ def replace_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a module call with the given ones replaced; a tensor passed twice stays one tensor."""
     done: dict[int, Tensor] = {}
-    positional: dict[int | str, Any] = dict(enumerate(args))
-    arguments = {**positional, **kwargs}
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
     for port in ports:
         if port == "input":  # the first tensor, whatever it is called
             place: int | str = next(key for key, value in arguments.items() if isinstance(value, Tensor))
         else:
-            place = _POSITION[port] if _POSITION[port] in positional else port
+            place = _POSITION[port] if _POSITION[port] < len(args) else port
         source = arguments[place]
         if id(source) not in done:
             done[id(source)] = function(source)

@@ -108,8 +108,7 @@ class _Snapshot:
         if isinstance(one, Tensor):
             return self._tensor(one)
         if isinstance(one, torch.Generator):
-            self.undo.append(functools.partial(one.set_state, one.get_state()))
-            return ()
+            return self._generator(one)
         if isinstance(one, types.FunctionType):
             return self._function(one)
         if isinstance(one, types.MethodType):
@@ -176,6 +175,15 @@ class _Snapshot:
 
             self.undo.append(undo)
         return (vars(one),) if getattr(one, "__dict__", None) else ()
+
+    def _generator(self, one: torch.Generator) -> Iterable[Any]:
+        before = one.get_state()
+
+        def undo() -> None:
+            one.set_state(before)
+
+        self.undo.append(undo)
+        return ()
 
     def _function(self, one: types.FunctionType) -> Iterable[Any]:
         """What a function can change: its closure, its defaults, its attributes, and what it knows by a global name, as

@@ -16,7 +16,7 @@ from gxd.find.assemble import assemble
 from gxd.find.engine import Engine
 from gxd.find.finish import finish
 from gxd.find.manual import HandGroup, merge_by_hand
-from gxd.find.trace import Call, call_arguments, calls, trace
+from gxd.find.trace import Call, call_arguments, calls, trace_call
 from gxd.layers import unwrap
 from gxd.plan import UnitPlan
 
@@ -84,7 +84,7 @@ def find_units(
 
 
 def _traced(model: nn.Module, several: Sequence[Call], residual: str, batch_dim: int) -> UnitPlan:
-    engine = Engine(model, [trace(model, call, batch_dim) for call in several], residual, batch_dim)
+    engine = Engine(model, [trace_call(model, call, batch_dim) for call in several], residual, batch_dim)
     engine.run()
     finish(engine)
     return assemble(engine)

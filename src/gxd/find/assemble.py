@@ -200,7 +200,7 @@ def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
         elif isinstance(module, _EMBEDDING):
             skipped[name] = "embedding: its output has no incoming weights to draw again"
         elif layout_of(module) is not None and not _is_part_of(name, seen):
-            skipped[name] = "not called in the traced forward"
+            skipped[name] = "not called in the traced forward: example_inputs may be a list of calls, one of which does"
     return [Skipped(name, reason) for name, reason in skipped.items()]
 
 

@@ -13,17 +13,19 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gxd.find.marks import mark_kept
+from gxd.find.marks import mark_kept, node_of
 
 # Where torch itself hands a question about a value on; its other files ask them, as distributions do of arguments.
 _MACHINERY = tuple(
     os.path.join(os.path.dirname(torch.__file__), name)
-    for name in ("_compile.py", "_dynamo", "_export", "_functorch", "_ops.py", "_subclasses", "_tensor.py", "export")
-    + ("fx", "overrides.py", "utils")
+    for name in (
+        *("_compile.py", "_dynamo", "_export", "_functorch", "_ops.py", "_subclasses", "_tensor.py"),
+        *("export", "fx", "overrides.py", "utils"),
+    )
 )
 
 
@@ -32,11 +34,34 @@ class BranchOnValues(RuntimeError):
 
 
 @contextmanager
-def values_known() -> Iterator[None]:
+def values_known(model: nn.Module) -> Iterator[None]:
     """Within this context, tensors of a trace carry their values, and the forward may ask for them: if nothing but an
     error or a message depends on the answer.
     """
-    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True), _Answer():
+    real = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def fill(module: nn.Module, args: Any) -> None:
+        """torch leaves the values of parameters, as it leaves those of every subclass of a tensor, as memory has
+        them.
+        """
+        fakes = dict(model.named_parameters(remove_duplicate=False))
+        with _plain():
+            for name, parameter in real.items():
+                if isinstance(value := getattr(fakes[name], "real_tensor", None), Tensor):
+                    value.copy_(parameter)
+
+    handle = model.register_forward_pre_hook(fill, prepend=True)
+    try:
+        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True), _Answer():
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Outside of all that watches a trace."""
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
 
 
@@ -46,18 +71,18 @@ class _Answer(TorchFunctionMode):
     ) -> Any:
         value = getattr(args[0], "real_tensor", None) if func in _QUESTIONS else None
         if isinstance(value, Tensor) and (func in _YES_OR_NO or value.is_floating_point()):
-            with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+            with _plain():
                 number = value.item()
             if func in _YES_OR_NO:
                 _insist_on_assertion()
                 return bool(number)
             if func is Tensor.item:
-                return Number(number, [args[0]])
+                return Number(number, [node_of(args[0])])
             if not is_report(*_asked_at()):  # float(tensor) makes a plain number, which is lost from sight
-                mark_kept([args[0]])
+                mark_kept([node_of(args[0])])
             return number
         for one in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Number)):
-            mark_kept(one.sources)  # a number that was read off a tensor goes back into the computation
+            mark_kept(one.nodes)  # a number that was read off a tensor goes back into the computation
         args, kwargs = tree_map_only(Number, float, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -67,21 +92,21 @@ _QUESTIONS = (*_YES_OR_NO, Tensor.item, Tensor.__float__)
 
 
 class Number(float):
-    """A number that was read off tensors of a trace, and knows which. It may be reported, not decide."""
+    """A number that was read off tensors of a trace, and knows their nodes. It may be reported, not decide."""
 
-    def __new__(cls, value: float, sources: Sequence[Tensor]) -> Number:
+    nodes: Sequence[fx.Node | None]
+
+    def __new__(cls, value: float, nodes: Sequence[fx.Node | None]) -> Number:
         one = super().__new__(cls, value)
-        one.sources = sources
+        one.nodes = nodes
         return one
-
-    sources: Sequence[Tensor]
 
 
 def _computes(name: str) -> Callable[..., Any]:
     def compute(self: Number, *others: Any) -> Any:
         result = getattr(float, name)(self, *others)
-        sources = [s for one in (self, *others) if isinstance(one, Number) for s in one.sources]
-        return Number(result, sources) if isinstance(result, float) else result
+        nodes = [node for one in (self, *others) if isinstance(one, Number) for node in one.nodes]
+        return Number(result, nodes) if isinstance(result, float) else result
 
     return compute
 
@@ -94,12 +119,12 @@ def _decides(name: str) -> Callable[..., Any]:
     return decide
 
 
-for _name in "add sub mul truediv floordiv mod pow".split():
+for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
     setattr(Number, f"__{_name}__", _computes(f"__{_name}__"))
     setattr(Number, f"__r{_name}__", _computes(f"__r{_name}__"))
-for _name in "neg pos abs".split():
+for _name in ["neg", "pos", "abs"]:
     setattr(Number, f"__{_name}__", _computes(f"__{_name}__"))
-for _name in "lt le gt ge eq ne bool int round trunc floor ceil hash".split():
+for _name in ["lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "round", "trunc", "floor", "ceil", "hash"]:
     setattr(Number, f"__{_name}__", _decides(f"__{_name}__"))
 
 
@@ -150,4 +175,5 @@ def _only_reports(statement: ast.stmt) -> bool:
     return isinstance(statement, (ast.Raise, ast.Pass, ast.Assert))
 
 
-_REPORTS = "print warn warning warning_once info debug error exception log log_dict add_scalar append".split()
+_REPORTS = {"print", "warn", "warning", "warning_once", "info", "debug", "error", "exception", "log", "log_dict"}
+_REPORTS |= {"add_scalar", "append"}

@@ -1,4 +1,4 @@
-"""Notes in the graph of a trace, made while it is written: what each module was given, and what outlives the forward."""
+"""Notes in the graph of a trace, made while it is written: what each module was given, what outlives the forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _mark(called: dict[int, bool]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         called[id(module)] = called.get(id(module), True) and torch.is_grad_enabled()
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        for place, node in enumerate(map(_node_of, tensors)):
+        for place, node in enumerate(map(node_of, tensors)):
             if node is not None:
                 node.meta.setdefault(ARGUMENT, []).append((id(module), place))
 
@@ -51,13 +51,13 @@ def _mark_what_is_left(module: nn.Module, args: Any, output: Any) -> None:
         slot.proxy.node.meta[KEPT] = True
 
 
-def mark_kept(tensors: Iterable[Tensor]) -> None:
-    """Note that something comes of these tensors that the graph does not show."""
-    for node in filter(None, map(_node_of, tensors)):
+def mark_kept(nodes: Iterable[torch.fx.Node | None]) -> None:
+    """Note that something comes of these nodes that the graph does not show."""
+    for node in filter(None, nodes):
         node.meta[KEPT] = True
 
 
-def _node_of(tensor: Tensor) -> torch.fx.Node | None:
+def node_of(tensor: Tensor) -> torch.fx.Node | None:
     """The node of the graph that is being written which stands for a tensor."""
     tracer = _tracer()
     slot = None if tracer is None else proxy_tensor.get_proxy_slot(tensor, tracer, None)

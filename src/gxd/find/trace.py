@@ -49,11 +49,13 @@ def call_arguments(example_inputs: Any) -> Call:
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
 
 
-def trace(model: nn.Module, call: Call, batch_dim: int) -> Trace:
+def trace_call(model: nn.Module, call: Call, batch_dim: int) -> Trace:
     """Trace one call. Raises :class:`gxd.TraceError`, with one message, if that cannot be done.
 
     A batch is cut to two examples: one could not be told from other axes of size one, and more say nothing new.
     """
+    if all(parameter.is_meta for parameter in model.parameters()):  # not made yet: shapes are all it has
+        call = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call)
     size = batch_size(*call, batch_dim)
     if size is not None and size != 2:
         with suppress(TraceError):  # an axis that is no batch, or one that other arguments depend on: as it was given
@@ -71,10 +73,10 @@ def _trace(model: nn.Module, call: Call) -> Trace:
     errors: list[Exception] = []
     # In training mode first, as evaluation takes fused paths; but layers that are dropped at random cannot be traced.
     # A forward that looks at values needs them, which takes a real forward pass.
-    for mode in (nullcontext, values_known):
+    for looking in (nullcontext, values_known):
         for training in (True, False):
             try:
-                with _quiet(), _prepared(model, training), marked(model) as called, mode():
+                with _quiet(), _prepared(model, training), marked(model) as called, looking(model):
                     program = torch.export.export(model, *call, strict=False)
                 return Trace(program, called)
             except Exception as error:  # torch.export raises many kinds; all of them mean the same to the user
@@ -93,7 +95,8 @@ def _trace(model: nn.Module, call: Call) -> Trace:
 
 
 def _looks_at_values(error: Exception) -> bool:
-    return "ataDependent" in type(error).__name__ or "data-dependent" in str(error) or "item()" in str(error)
+    words = ("data-dependent", "item()", "SymFloat", "SymInt", "SymBool")
+    return "DataDependent" in type(error).__name__ or any(word in str(error) for word in words)
 
 
 @contextmanager

@@ -85,7 +85,8 @@ def _layer(
     taps: float = 1.0,
 ) -> Any:
     """A product with a weight. ``places`` are those of the input, the weight and the bias among the arguments."""
-    value, weight, bias = (None if p is None or p >= len(args) else args[p] for p in places)
+    value, weight = args[places[0]], args[places[1]]
+    bias: Value | None = None if places[2] is None or places[2] >= len(args) else args[places[2]]
     added = None
     if places[2] is None:
         added, bias = _added_bias(engine, node, weight)
