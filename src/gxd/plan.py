@@ -185,12 +185,14 @@ class UnitPlan:
         skipped: the layers that will not be, each with its reason.
         shapes: name and shape of every tensor the plan touches, for checks against a model.
         batch_dim: the axis of the model's inputs that counts examples.
+        unseen: the modules with parameters of their own that the traced forward did not use: what they read is unknown.
     """
 
     groups: tuple[Group, ...]
     skipped: tuple[Skipped, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     batch_dim: int = 0
+    unseen: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Group:
         for group in self.groups:
