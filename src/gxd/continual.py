@@ -269,6 +269,7 @@ class ContinualBackprop:
 
     # --- select -> operate --------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # a compiled optimizer.step stops here
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_nested(optimizer):  # an optimizer whose step calls its parent's: the outer one counts

@@ -23,9 +23,10 @@ def is_nested(optimizer: Optimizer) -> bool:
     steps = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and steps < 2:
-        if frame.f_code is _STEP:
-            # Also an optimizer around this one may run its hooks, if it shares them.
-            steps += getattr(frame.f_locals.get("self"), "_optimizer_step_post_hooks", None) is hooks
+        code = frame.f_code  # another object than _STEP where the step is compiled
+        if code.co_name == _STEP.co_name and code.co_filename == _STEP.co_filename:
+            stepped = frame.f_locals["args"][0]  # this optimizer, or one around it that shares its hooks
+            steps += getattr(stepped, "_optimizer_step_post_hooks", None) is hooks
         frame = frame.f_back
     return steps > 1
 

@@ -276,8 +276,8 @@ class Tally:
         if slot is self.all_views and self.flat and len(gradients) == len(slot):
             parts = [gradients[n] for n in slot]
         else:
-            absent = [] if len(gradients) == len(slot) else [n for n in slot if n not in gradients]
             # What no gradient reaches is read by a branch that the output does not depend on.
+            absent = [n for n in slot if n not in gradients]
             zeros = {n: h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1) for n in absent}
             parts = [zeros[n] if n in zeros else self._read(n, gradients[n], examples) for n in slot]
         g = side_by_side(parts).to(h.dtype)
