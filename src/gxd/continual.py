@@ -152,13 +152,18 @@ class ContinualBackprop:
         Call it after the forward pass and before ``loss.backward()``, once per forward pass. Utilities that need no
         output gradient ignore it.
 
+        Groups that the output does not depend on are not shown by the pass: if that is so for a whole step, they are
+        neither scored nor reset, with a warning.
+
         Args:
             logits: ``(batch, classes)``, ``(batch, classes, ...)`` or ``(batch, ..., classes)``.
             target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the
-                logits' shape. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
+                logits' shape, in [0, 1]. The single logit of a binary problem, ``(batch, 1)``, may have a target of
+                its shape or of ``(batch,)``: 1 counts the logit up, 0 counts it down, and a probability t counts it
+                ``2 t - 1`` times. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
             score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
-                change counts (for regression or RL the prediction, the value, the log-probability). Its sum is
-                differentiated.
+                change counts (for regression or RL the prediction, the value, the log-probability; for several labels
+                per example ``(2 * target - 1) * logits``). Its sum is differentiated.
             class_dim: the axis of the classes, 1 or -1, where the shapes leave it open.
         """
         if not self._hooks:
@@ -370,11 +375,11 @@ class ContinualBackprop:
         self._scale = scale
 
     def _warn_of_unreached(self, numbers: Iterable[int]) -> None:
-        names = {n: self.plan.groups[n].name for n in numbers}
-        new = [n for n, name in names.items() if not self._notices.have_named(name)]
+        new = [n for n in numbers if not self._notices.have_named(self.plan.groups[n].name)]
         if self._processes.several:  # another one may have shown them
             new = [n for n in new if not self._statistics.shown(n)]
-        self._notices.of_unreached([names[n] for n in new])
+        if new:
+            self._notices.of_unreached([self.plan.groups[n].name for n in new])
 
     def _may_be_reset(self, number: int) -> bool:
         """A group is left alone, with a warning, on steps that do not show it, and while it is frozen."""

@@ -26,10 +26,11 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hook:
         copied = memo[id(self)] = object.__new__(type(self))
-        vars(copied).update(vars(self), observer=memo.get(id(self.observer)))
-        copied.module = copy.deepcopy(self.module, memo)
+        vars(copied).update(vars(self), module=memo.get(id(self.module)), observer=memo.get(id(self.observer)))
         if copied.observer is None:  # not copied yet, or not at all
             memo.setdefault(("hooks of", id(self.observer)), []).append(copied)
+        elif copied.module is None:
+            copied.module = copy.deepcopy(self.module, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

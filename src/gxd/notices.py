@@ -47,8 +47,6 @@ class Notices:
 
     def of_unreached(self, groups: Sequence[str]) -> None:
         """These ran, but the output does not depend on them, which no warning has said yet."""
-        if not groups:
-            return
         self._groups.update(groups)
         if self.utility.gradient == "loss":
             what, remedy = "the loss", "Train on all outputs in the same step"
