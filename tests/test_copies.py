@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gxd
 from tests.rig import X, Y, attach, mlp, same
 
-UTILITIES = ["gxd", "gxd_sketch", "activation", "random", "loss_gradient"]
+UTILITIES = ["gxd", "gxd_sketch", "random", "loss_gradient"]
 Parts = tuple[nn.Module, torch.optim.Optimizer, gxd.ContinualBackprop]
 
 

@@ -256,6 +256,18 @@ def test_a_step_leaves_no_reference_to_what_it_looked_at():
     assert len(gc.get_referrers(optimizer)) == before
 
 
+def test_a_step_of_parents_that_is_compiled_counts_once():
+    model, cls = mlp(), closure_passed_on(SGD)
+    optimizer = cls(model.parameters(), lr=0.1)
+    SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cbp = attach("gxd", model=model, optimizer=optimizer).cbp
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        closure_of(model, cbp, optimizer)()
+        step()
+    assert steps(cbp) == {3}
+
+
 # ---- an optimizer that never steps
 
 

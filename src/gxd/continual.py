@@ -135,7 +135,7 @@ class ContinualBackprop:
             reduce=self._processes.sum if self._processes.several else None,
         )
         self._scorer.observer.warn_of(self.plan.unseen, self.model)
-        self._hooks = [self._optimizers[-1].register_step_post_hook(self._after_step)]
+        self._hooks = self._hooked()
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
@@ -251,9 +251,8 @@ class ContinualBackprop:
         self._scorer.use_passes()
         copied = memo[id(self)] = object.__new__(type(self))
         state = {name: value for name, value in vars(self).items() if name != "_hooks"}
-        vars(copied).update(copy.deepcopy(state, memo), _hooks=[])
-        if self._hooks:  # torch copies an optimizer without its hooks
-            copied._hooks = [copied._optimizers[-1].register_step_post_hook(copied._after_step)]
+        vars(copied).update(copy.deepcopy(state, memo))
+        copied._hooks = copied._hooked() if self._hooks else []  # torch copies an optimizer without its hooks
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -271,6 +270,9 @@ class ContinualBackprop:
             f"replacement_rate={self.replacement_rate:g}, maturity={self.maturity}, step={self._statistics.step}, "
             f"total_resets={self.total_resets})"
         )
+
+    def _hooked(self) -> list[Any]:
+        return [self._optimizers[-1].register_step_post_hook(self._after_step)]
 
     # --- select -> operate --------------------------------------------------------------------------------------------
 
