@@ -76,9 +76,9 @@ class Notices:
         if count > self.nonfinite:
             self.nonfinite = count
             warnings.warn(
-                "a non-finite observation (inf or NaN in activations, gradients or scores) was left out of the "
-                f"statistics, {count} so far; "
-                "if it goes on, lower the learning rate or the replacement rate",
+                "a non-finite observation (inf or NaN in activations, gradients or scores, or a target outside "
+                f"[0, 1]) was left out of the statistics, {count} so far; if it goes on, lower the learning rate or "
+                "the replacement rate",
                 NonFiniteWarning,
                 stacklevel=3,
             )
