@@ -4,6 +4,7 @@ Ground truth is one eager process in full precision that saw the same data.
 """
 
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,21 @@ class ConvNet(nn.Module):
         return self.head(F.relu(self.bn(self.conv2(F.relu(self.conv1(x))))).mean((2, 3)))
 
 
+class TwoHeads(nn.Module):
+    """Each head has hidden units of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.value = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(x), self.value(x)
+
+    @staticmethod
+    def loss(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], y) + output[1].square().mean()
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "gxd": {"utility": "gxd"},
     "accumulated": {"utility": "gxd", "parts": 2},
@@ -44,12 +60,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "loss": {"utility": "loss_gradient"},
     "batchnorm": {"utility": "gxd", "net": ConvNet, "shape": (2, 5, 5)},
     "planned before": {"utility": "gxd", "seeds": (0, 1), "std": 0.3},
+    "one head": {"utility": "gxd", "net": TwoHeads, "observe": (0, 0), "loss": TwoHeads.loss},
+    "a head each": {"utility": "gxd", "net": TwoHeads, "observe": (0, 1), "loss": TwoHeads.loss},
 }
 
 
 def run(scenario: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     """Train on every ``ranks``-th example; what came of it."""
-    options = {"net": mlp, "shape": (4,), "parts": 1, "seeds": (0, 0), **SCENARIOS[scenario]}
+    options = {"net": mlp, "shape": (4,), "parts": 1, "seeds": (0, 0), "loss": F.cross_entropy, **SCENARIOS[scenario]}
     torch.manual_seed(options["seeds"][rank])
     model = options["net"]()
     if "std" in options:  # not the layers' default, so its scale is read off the weights
@@ -60,14 +78,18 @@ def run(scenario: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     cbp = attach(wrapped, optimizer, plan=plan, utility=options["utility"])
-    resets = []
+    resets: list[dict[str, list[int]]] = []
+    said: list[str] = []
     for x, y in batches(8, 8, options["shape"]):
         x, y = x[rank::ranks], y[rank::ranks]
         for x_part, y_part in zip(x.chunk(options["parts"]), y.chunk(options["parts"])):
             logits = wrapped(x_part)
-            cbp.observe(logits, y_part)
-            (F.cross_entropy(logits, y_part) / options["parts"]).backward()
-        optimizer.step()
+            cbp.observe(logits[options["observe"][rank]] if "observe" in options else logits, y_part)
+            (options["loss"](logits, y_part) / options["parts"]).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said += [str(one.message) for one in caught]
         optimizer.zero_grad()
         resets.append({name: index.tolist() for name, index in cbp.last_resets.items()})
     return {
@@ -77,6 +99,7 @@ def run(scenario: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
         "utilities": cbp.utilities(),
         "ages": cbp.ages(),
         "resets": resets,
+        "said": said,
     }
 
 
@@ -112,6 +135,16 @@ def test_two_ranks_agree_with_one_process_that_saw_the_whole_batch(ranks: list, 
     for key in ("references", "utilities", "parameters", "moments"):
         assert close(both[key], one[key], 1e-4), key
     assert same(both["ages"], one["ages"])
+
+
+def test_a_group_is_shown_if_one_of_the_ranks_shows_it(ranks: list):
+    for rank in ranks:
+        each, one = rank["a head each"], rank["one head"]
+        assert each["said"] == []
+        assert all(bool(utilities.any()) for utilities in each["utilities"].values())
+        assert len(one["said"]) == 1 and "does not depend on the group 'value.0'" in one["said"][0]
+        assert bool(one["utilities"]["policy.0"].any()) and not one["utilities"]["value.0"].any()
+        assert not any("value.0" in step for step in one["resets"])
 
 
 # ---- mixed precision

@@ -134,6 +134,12 @@ class CompiledStep:
         result = program(inputs, target) if program is not None else None
         return self._eager(inputs, target) if result is None else result
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a compiled step cannot be copied or pickled, for it is made for the tensors of its model: copy (or save) "
+            "the model, the optimizer and cbp, and make another with gxd.compiled_step"
+        )
+
     def _new_recipe(self) -> Recipe:
         return Recipe(unwrap(self.model), self.optimizer, update_of(self.optimizer), self.loss, self.cbp, self.score)
 
@@ -233,7 +239,7 @@ def _impossible(
         return "several processes train together, and exchange gradients during the backward pass"
     if cbp is not None and cbp.scaler is not None:
         return "a GradScaler decides about each step on the host"
-    hook = watch.foreign_hook((cbp._scorer.observer, cbp._before_step, cbp._after_step) if cbp else ())
+    hook = watch.foreign_hook((cbp._scorer.observer, cbp._after_step) if cbp else ())
     if hook is not None:
         return f"{hook}, which a compiled step would pass over; remove it, or make the step without compiled_step"
     replaced = cbp._tensors.replaced() if cbp else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from gxd import expect
 from gxd.directions import direction_of, random_signs
-from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, PlanError
+from gxd.errors import ObservationError, PlanError
 from gxd.find import find_units
-from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
+from gxd.guards import NO_COPY, STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
+from gxd.notices import Notices
 from gxd.operate import clear_optimizer_state, operate
 from gxd.plan import Group, UnitPlan, tensor_names
 from gxd.processes import Processes
@@ -23,6 +24,7 @@ from gxd.score import Utility, get_utility
 from gxd.scorer import Scorer
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
+from gxd.steps import is_nested, was_skipped
 from gxd.tally import side_by_side
 
 
@@ -113,12 +115,11 @@ class ContinualBackprop:
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
         self._schedules = [Schedule(g.size, self._rate(g), maturity) for g in self.plan.groups]
         self._generator = torch.Generator().manual_seed(seed)
-        self.plan = self._agreed_inits()
+        self.plan = self._processes.agreed_inits(self.plan, first.device)
         self._noise = torch.Generator().manual_seed(seed + 1 + 7919 * self._processes.rank)
         self.positions = positions
-        self._warned = 0
         self._scale: float | None = None  # of the loss, when this step's first pass began
-        self._left_alone: set[str] = set()  # groups that a warning has named
+        self._notices = Notices(self._utility)
         self.last_resets: dict[str, Tensor] = {}
         self.total_resets = 0
         self._scorer = Scorer(
@@ -130,15 +131,11 @@ class ContinualBackprop:
             positions,
             self._noise,
             unscale=self._unscale,
-            begin=self._forget_skipped_step,
+            begin=self._pass_begins,
             reduce=self._processes.sum if self._processes.several else None,
         )
-        last = self._optimizers[-1]
-        self._depth = 0
-        self._hooks: list[Any] = [
-            last.register_step_pre_hook(self._before_step),
-            last.register_step_post_hook(self._after_step),
-        ]
+        self._scorer.observer.warn_of(self.plan.unseen, self.model)
+        self._hooks = self._hooked()
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
@@ -155,18 +152,26 @@ class ContinualBackprop:
         Call it after the forward pass and before ``loss.backward()``, once per forward pass. Utilities that need no
         output gradient ignore it.
 
+        Groups that the output does not depend on are not shown by the pass: if that is so for a whole step, they are
+        neither scored nor reset, with a warning.
+
         Args:
             logits: ``(batch, classes)``, ``(batch, classes, ...)`` or ``(batch, ..., classes)``.
             target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the
-                logits' shape. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
+                logits' shape, in [0, 1]. The single logit of a binary problem, ``(batch, 1)``, may have a target of
+                its shape or of ``(batch,)``: 1 counts the logit up, 0 counts it down, and a probability t counts it
+                ``2 t - 1`` times. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
             score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
-                change counts (for regression or RL the prediction, the value, the log-probability). Its sum is
-                differentiated.
+                change counts (for regression or RL the prediction, the value, the log-probability; for several labels
+                per example ``(2 * target - 1) * logits``). Its sum is differentiated.
             class_dim: the axis of the classes, 1 or -1, where the shapes leave it open.
         """
         if not self._hooks:
             raise ObservationError("observe() after close(): this ContinualBackprop is detached; make a new one")
-        if not self._utility.needs_observe or not self._scorer.observer.active:
+        if not self._utility.needs_observe:
+            return
+        self._notices.count_pass()
+        if not self._scorer.observer.active:
             return
         self._scorer.observe(direction_of(self._utility.gradient, logits, target, score, self._signs, class_dim))
 
@@ -230,7 +235,7 @@ class ContinualBackprop:
         self.total_resets = int(state["total_resets"])
         if not self._scorer.tally.empty:
             self._statistics.references_with(*self._scorer.tally.means())
-        self._warned = self.nonfinite_observations
+        self._notices.nonfinite = self.nonfinite_observations
         self._scorer.observer.clear()
         self._scorer.observer.active = self._is_scored()
 
@@ -240,6 +245,18 @@ class ContinualBackprop:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> ContinualBackprop:
+        """Copies the model and the optimizer along (or finds their copies in ``memo``), and is attached to these."""
+        self._scorer.use_passes()
+        copied = memo[id(self)] = object.__new__(type(self))
+        state = {name: value for name, value in vars(self).items() if name != "_hooks"}
+        vars(copied).update(copy.deepcopy(state, memo))
+        copied._hooks = copied._hooked() if self._hooks else []  # torch copies an optimizer without its hooks
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
 
     def __enter__(self) -> ContinualBackprop:
         return self
@@ -254,34 +271,36 @@ class ContinualBackprop:
             f"total_resets={self.total_resets})"
         )
 
+    def _hooked(self) -> list[Any]:
+        return [self._optimizers[-1].register_step_post_hook(self._after_step)]
+
     # --- select -> operate --------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-
+    @torch.compiler.disable  # a compiled optimizer.step stops here
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:  # an optimizer whose step calls its parent's: the outer one counts
+        if is_nested(optimizer):  # an optimizer whose step calls its parent's: the outer one counts
             return
-        self._depth = 0
-        self._scale = None
-        if _was_skipped(optimizer):
+        self._scale, self._notices.passes = None, 0
+        if was_skipped(optimizer):
             self._scorer.forget()
             return
         if self._scorer.observer.active:
             self._scorer.finish()
+            self._warn_of_unreached(self._scorer.unreached)
         self._advance()
 
     def _advance(self) -> None:
         """The statistics are up to date: count the step, and reset what is due."""
+        self._notices.passes = 0
         self._statistics.step += 1
         due = [schedule.advance(self._statistics.step) for schedule in self._schedules]
         self.last_resets = {}
         if any(due):
             self._reset(due)
         if any(due) or self._statistics.alarm:
-            self._warn_of_nonfinite()
+            self._statistics.alarm = False
+            self._notices.of_nonfinite(self.nonfinite_observations)
         self._scorer.observer.active = self._is_scored()
 
     def _reset(self, due: Sequence[int]) -> None:
@@ -344,26 +363,25 @@ class ContinualBackprop:
     def _unscale(self) -> float:
         return 1.0 if self.scaler is None else 1.0 / float(self.scaler.get_scale())
 
-    def _agreed_inits(self) -> UnitPlan:
-        """Fresh weights must be the same everywhere, also if the processes started from different weights."""
-        if not self._processes.several:
-            return self.plan
-        kinds = ["uniform", "normal", "function"]
-        inits = [[kinds.index(p.init.kind), p.init.scale] for g in self.plan.groups for p in g.producers]
-        agreed = self._processes.agree(torch.tensor(inits, dtype=torch.float64, device=self._statistics.device))
-        pairs = iter([(kinds[int(kind)], scale) for kind, scale in agreed.tolist()])
-        return with_inits(self.plan, [[next(pairs) for _ in g.producers] for g in self.plan.groups])
-
-    def _forget_skipped_step(self) -> None:
-        """A pass begins. A scale that has changed since this step's first pass tells that its step was skipped."""
-        self._depth = 0  # a step that raised has not come to its end
+    def _pass_begins(self) -> None:
+        """A scale that has changed since this step's first pass tells that its step was skipped."""
+        if not self._utility.needs_observe:
+            self._notices.count_pass()
         if self.scaler is None or not self._scorer.observer.active:  # to read the scale takes a host round trip
             return
         scale = float(self.scaler.get_scale())
         if self._scale is not None and scale != self._scale:
             self._scorer.tally.clear()
             self._scorer.observer.passes = []
+            self._notices.passes = 0
         self._scale = scale
+
+    def _warn_of_unreached(self, numbers: Iterable[int]) -> None:
+        new = [n for n in numbers if not self._notices.have_named(self.plan.groups[n].name)]
+        if self._processes.several:  # another one may have shown them
+            new = [n for n in new if not self._statistics.shown(n)]
+        if new:
+            self._notices.of_unreached([self.plan.groups[n].name for n in new])
 
     def _may_be_reset(self, number: int) -> bool:
         """A group is left alone, with a warning, on steps that do not show it, and while it is frozen."""
@@ -377,31 +395,6 @@ class ContinualBackprop:
             frozen = [name for name in tensor_names([group]) if self._tensors.is_frozen(name)]
             if frozen:
                 why = f"{', '.join(frozen)} was frozen (requires_grad=False)"
-        if why is not None and group.name not in self._left_alone:
-            self._left_alone.add(group.name)
-            warnings.warn(
-                f"the group {group.name!r} was due for a reset, but {why}: it is not reset as long as this is so. "
-                "Leave the group out with exclude=... if that is meant",
-                ObservationWarning,
-                stacklevel=2,
-            )
+        if why is not None:
+            self._notices.of_left_alone(group.name, why)
         return why is None
-
-    def _warn_of_nonfinite(self) -> None:
-        self._statistics.alarm = False
-        count = self.nonfinite_observations
-        if count > self._warned:
-            self._warned = count
-            warnings.warn(
-                "a non-finite observation (inf or NaN in activations, gradients or scores) was left out of the "
-                f"statistics, {count} so far; "
-                "if it goes on, lower the learning rate or the replacement rate",
-                NonFiniteWarning,
-                stacklevel=2,
-            )
-
-
-def _was_skipped(optimizer: Optimizer) -> bool:
-    """A fused optimizer is called by the GradScaler even when it shall not step."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return isinstance(found_inf, Tensor) and bool(found_inf.item())

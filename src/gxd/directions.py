@@ -4,6 +4,7 @@ user's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,12 +27,14 @@ class Direction:
         cotangents: yields tensors of the output's shape.
         examples: the number of examples in the output.
         several: whether there is more than one cotangent.
+        probabilities: whether the target has to lie in [0, 1], see :func:`check_probabilities`.
     """
 
     output: Tensor
     cotangents: Callable[[], Iterator[Tensor]]
     examples: int
     several: bool = False
+    probabilities: bool = False
 
     def stacked(self) -> Tensor:
         """All cotangents in one tensor, ``(directions, *output.shape)``."""
@@ -65,8 +68,8 @@ def direction_of(
     _check_output(logits, "logits")
     if logits.dim() < 2:
         raise ValueError(
-            f"observe(): logits have shape {tuple(logits.shape)}, expected (batch, classes); for a single "
-            "output use observe(score=...)"
+            f"observe(): logits have shape {tuple(logits.shape)}, expected (batch, classes); of a binary problem "
+            "(batch, 1), as logits.unsqueeze(1) is; for any other single output use observe(score=...)"
         )
     if gradient == "sketch":
         mixture = signs(logits)
@@ -76,8 +79,8 @@ def direction_of(
         return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0], several=logits.shape[dim] > 1)
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
-    one_hot = _one_hot(logits, target, class_dim, traced)
-    return Direction(logits, lambda: iter([one_hot]), logits.shape[0])
+    cotangent, probabilities = _of_target(logits, target, class_dim, traced)
+    return Direction(logits, lambda: iter([cotangent]), logits.shape[0], probabilities=probabilities)
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -106,29 +109,39 @@ def _checked_target(target: Tensor) -> Tensor:
     return target
 
 
-def _one_hot(logits: Tensor, target: Tensor, class_dim: int | None, traced: bool) -> Tensor:
-    """1 at the target class of every example (and position), or the class probabilities."""
+def _of_target(logits: Tensor, target: Tensor, class_dim: int | None, traced: bool) -> tuple[Tensor, bool]:
+    """1 at the target class of every example (and position), or the class probabilities; and whether the target has to
+    lie in [0, 1].
+    """
     _checked_target(target)
     plain = target.dtype == torch.int64 and logits.dim() == 2 and target.shape == logits.shape[:1]
-    if plain and not traced and target.device.type == "cpu" and logits.shape[1] <= MOST_ROWS:
+    if plain and not traced and target.device.type == "cpu" and 1 < logits.shape[1] <= MOST_ROWS:
         try:
-            return _identity(logits.shape[1], logits.dtype, logits.device).index_select(0, target)
+            return _identity(logits.shape[1], logits.dtype, logits.device).index_select(0, target), False
         except (RuntimeError, IndexError):
             pass  # ignored ones, or a mistake: see below
-    if target.is_floating_point() and target.shape == logits.shape:
-        return target.detach().to(logits.dtype)
-    if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
+    dim = class_axis(logits, target, class_dim)
+    one_logit = logits.shape[dim] == 1
+    if target.is_complex() or not (one_logit or _is_integer(target) or target.shape == logits.shape):
         raise TypeError(
             f"observe(): target has dtype {target.dtype}, expected integer class indices (or probabilities "
             "of the logits' shape "
             f"{tuple(logits.shape)}); for regression use observe(score=...)"
         )
+    if one_logit:
+        return _sign(logits, target.detach().reshape(logits.shape), traced), True
+    if target.is_floating_point():
+        return _marked(target.detach().to(logits.dtype), target, traced), True
     if target.shape == logits.shape:
         raise TypeError(
             f"observe(): target of shape {tuple(target.shape)} and dtype {target.dtype} is neither class indices "
             f"{(logits.shape[0], *logits.shape[2:])} nor probabilities, which are floating point: target.float()"
         )
-    dim = class_axis(logits, target, class_dim)
+    return _one_hot(logits, target, dim, traced), False
+
+
+def _one_hot(logits: Tensor, target: Tensor, dim: int, traced: bool) -> Tensor:
+    """1 at the target class, 0 where it is ignored."""
     index = target.detach().long().unsqueeze(dim)
     if (
         index.device.type == "cpu" and not traced
@@ -148,6 +161,49 @@ def _one_hot(logits: Tensor, target: Tensor, class_dim: int | None, traced: bool
         ) from error
 
 
+def _sign(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
+    """For the single logit z of a binary problem: ``2 t - 1``, 0 where it is ignored.
+
+    It is the two-class problem with the logits (-z / 2, z / 2), up to a factor: class 1 counts z, class 0 counts -z.
+    """
+    sign = 2 * target.to(logits.dtype) - 1
+    return _marked(sign if target.is_floating_point() else sign.where(target != IGNORED, 0.0), target, traced)
+
+
+def _marked(direction: Tensor, target: Tensor, traced: bool) -> Tensor:
+    """The direction, if the target is in [0, 1]. Where a look at its values is impossible (in a trace), or would have
+    to wait for the device, a wrong one makes the observation non-finite: it is left out, with a warning.
+    """
+    if traced or target.device.type != "cpu":
+        return direction.where(_in_unit_interval(target), math.nan)
+    check_probabilities(target)
+    return direction
+
+
+def check_probabilities(target: Tensor) -> None:
+    """Raise ValueError unless a target on the CPU is in [0, 1], or ignored where it is of integers."""
+    if target.device.type == "cpu" and not bool(_in_unit_interval(target).all()):
+        low, high = target.min().item(), target.max().item()
+        meant = (
+            f"class probabilities, or the classes 0 and 1 of a single logit ({IGNORED} is ignored if it is an integer)"
+        )
+        raise ValueError(
+            f"observe(): target ranges from {low:g} to {high:g}, expected values in [0, 1]: {meant}; for regression "
+            "use observe(score=...)"
+        )
+
+
+def _in_unit_interval(target: Tensor) -> Tensor:
+    if not target.is_floating_point():
+        return (target == 0) | (target == 1) | (target == IGNORED)
+    slack = 4 * torch.finfo(target.dtype).eps  # a mixture of two targets may round to a little more than 1
+    return (target >= -slack) & (target <= 1 + slack)
+
+
+def _is_integer(target: Tensor) -> bool:
+    return not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+
+
 @lru_cache(maxsize=8)
 def _identity(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(classes, dtype=dtype, device=device)
@@ -158,6 +214,7 @@ def class_axis(logits: Tensor, target: Tensor | None, given: int | None = None) 
     the last. Raises ValueError if they do not tell.
     """
     shape, last = tuple(logits.shape), logits.dim() - 1
+    without = {dim: (*shape[:dim], *shape[dim + 1 :]) for dim in (1, last)}
     if given is not None:
         if not isinstance(given, int) or isinstance(given, bool) or given not in (1, -1, last):
             raise ValueError(
@@ -171,20 +228,28 @@ def class_axis(logits: Tensor, target: Tensor | None, given: int | None = None) 
             f"logits of shape {shape} may have their classes on the second axis or on the last: say class_dim=1 or "
             "class_dim=-1, or give a target of class indices, whose shape tells"
         )
-    elif target.shape == (shape[0], *shape[2:]) == shape[:-1]:
+    elif _is_open(shape, target):
         raise ValueError(
             f"logits of shape {shape} with a target of shape {tuple(target.shape)} may have their classes on the "
             "second axis or on the last: say class_dim=1 or class_dim=-1"
         )
-    else:  # probabilities have them on the second axis, as in F.cross_entropy
-        dim = last if target.shape == shape[:-1] else 1
-    expected = (*shape[:dim], *shape[dim + 1 :])
-    if target is not None and target.shape not in (expected, shape):
+    else:  # a target of the logits' shape has them on the second axis, as in F.cross_entropy
+        dim = last if target.shape == without[last] else 1
+    if target is not None and target.shape not in (without[dim], shape):
         raise ValueError(
             f"the target has shape {tuple(target.shape)}, which does not go with logits of shape {shape}; expected "
-            f"{expected}"
+            f"{without[dim]}"
         )
     return dim
+
+
+def _is_open(shape: tuple[int, ...], target: Tensor) -> bool:
+    """Whether a target goes with classes on the second axis and, with another meaning, on the last."""
+    if shape[1] == shape[-1] == 1:
+        return False
+    if target.shape == shape:  # probabilities of several classes, or one logit at several positions?
+        return shape[-1] == 1 or (len(shape) == 3 and shape[1] == 1)
+    return target.shape == (shape[0], *shape[2:]) == shape[:-1]
 
 
 def _each_class(logits: Tensor, dim: int) -> Iterator[Tensor]:

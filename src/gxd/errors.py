@@ -18,7 +18,7 @@ class NonFiniteWarning(RuntimeWarning):
 
 
 class ObservationWarning(UserWarning):
-    """Forward passes pile up that nothing observes."""
+    """Something is not observed, or not reset, that may be meant to be: a branch, a module, a pass, a step."""
 
 
 class ResetWarning(UserWarning):

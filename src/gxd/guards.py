@@ -27,6 +27,11 @@ NO_PASS = (
     "A compiled model that ran before must be recompiled (torch.compiler.reset())"
 )
 
+NO_COPY = (
+    "a ContinualBackprop is hooked to its model and its optimizer, so it cannot be pickled, nor copied by copy.copy(): "
+    "save its state_dict() and load that into a new one, or copy.deepcopy((model, optimizer, cbp)) all three at once"
+)
+
 
 def check_arguments(
     rate: float, maturity: int, decay: float, score_every: int, seed: int, positions: str, step_policy: str

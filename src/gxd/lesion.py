@@ -283,17 +283,26 @@ def difference(before: Tensor, after: Tensor, class_dim: int) -> Tensor:
     """
     before, after = before.double(), after.double()
     l1 = (after - before).abs().flatten(1).sum(1)
-    p = before.movedim(class_dim, -1).log_softmax(-1)
-    q = after.movedim(class_dim + 1, -1).log_softmax(-1)
+    p = _two_or_more(before, class_dim).movedim(class_dim, -1).log_softmax(-1)
+    q = _two_or_more(after, class_dim + 1).movedim(class_dim + 1, -1).log_softmax(-1)
     kl = (p.exp() * (p - q)).flatten(1).sum(1)
     return torch.stack([l1, kl]).cpu()
 
 
 def cross_entropy(logits: Tensor, target: Tensor, class_dim: int) -> Tensor:
-    """The mean cross entropy, with the classes on the given axis."""
+    """The mean cross entropy, with the classes on the given axis; the binary one if there is a single logit."""
+    if logits.shape[class_dim] == 1:
+        target = target.squeeze(class_dim) if target.shape == logits.shape else target
+        target = torch.stack([1 - target, target], class_dim) if target.is_floating_point() else target.long()
+        logits = _two_or_more(logits, class_dim)
     if target.shape == logits.shape:  # probabilities
         return F.cross_entropy(logits.movedim(class_dim, 1), target.to(logits.dtype).movedim(class_dim, 1))
     return F.cross_entropy(logits.movedim(class_dim, 1), target)
+
+
+def _two_or_more(logits: Tensor, class_dim: int) -> Tensor:
+    """The logits of all classes: a single logit z, of a binary problem, is the two logits 0 and z."""
+    return torch.cat([torch.zeros_like(logits), logits], class_dim) if logits.shape[class_dim] == 1 else logits
 
 
 def _pulled_back(direction: Direction, one: Pass) -> Iterator[Gradients]:

@@ -7,6 +7,7 @@ those of training without taps.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gxd.directions import Direction
 from gxd.errors import ObservationError, ObservationWarning
+from gxd.hooks import Begin, End, Hook, Unseen
 from gxd.plan import UnitPlan, View
 
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
@@ -76,6 +78,7 @@ class Observer:
     Attributes:
         passes: one entry per forward pass since the last :meth:`clear`.
         active: captures only while True; the owner switches it off on steps that are not scored.
+        unseen: the hooks on modules that the plan does not know, by name.
         on_pass: called when a forward pass begins, active or not: the owner may use up what it can of the last ones.
     """
 
@@ -87,6 +90,7 @@ class Observer:
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
+        self.unseen: dict[str, RemovableHandle] = {}
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),
             model.register_forward_hook(End(self, model)),
@@ -110,6 +114,25 @@ class Observer:
                 nested = any(several[number] for number in numbers)
                 tap = Tap(self, module, tuple(numbers), ports, nested)
                 self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
+
+    def warn_of(self, names: Sequence[str], model: nn.Module) -> None:
+        """Warn when one of these modules, which the trace did not see, runs in training."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name in names:
+            if name in modules:
+                hook = Unseen(self, modules[name], name)
+                self.unseen[name] = modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Observer:
+        """For the copy of the model: its hooks, which were copied with it or will be, become those of this copy."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        for hook in memo.pop(("hooks of", id(self)), ()):
+            hook.observer = copied
+        # What a pass has captured belongs to the graph of the pass, which is not copied.
+        state = {name: value for name, value in vars(self).items() if name not in ("passes", "running", "over")}
+        vars(copied).update(copy.deepcopy(state, memo))
+        copied.clear()
+        return copied
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
@@ -202,68 +225,11 @@ class Observer:
         self.running = self.over = False
 
     def close(self) -> None:
-        for handle in self.handles:
+        for handle in (*self.handles, *self.unseen.values()):
             handle.remove()
         self.handles.clear()
+        self.unseen.clear()
         self.clear()
-
-
-class Hook:
-    """A hook on one module. A copy of it (a deep copy of the model, a pickle) is inert: it belongs to another model."""
-
-    always = False  # or only while the observer is active
-
-    def __init__(self, observer: Observer | None = None, module: nn.Module | None = None) -> None:
-        self.observer, self.module = observer, module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
-
-    def __call__(self, module: nn.Module, *call: Any) -> Any:
-        """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
-        not when a backward pass recomputes a checkpointed segment, not inside a transform of torch.func.
-        """
-        if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
-            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
-        observer = self.observer
-        if (
-            observer is None
-            or not (observer.active or self.always)
-            or module is not self.module
-            or not module.training
-            or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1
-            or torch._C._functorch.maybe_current_level() is not None
-        ):
-            return None
-        return self.act(observer, *call)
-
-    def act(self, observer: Observer, *call: Any) -> Any:
-        raise NotImplementedError
-
-
-@torch.compiler.disable
-def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> Any:
-    return hook(module, *call)
-
-
-class Begin(Hook):
-    """The model is called. Its owner wants to know it on steps that are not scored, too."""
-
-    always = True
-
-    def act(self, observer: Observer, *call: Any) -> None:
-        observer.begin(*call)
-
-
-class End(Hook):
-    """The model has returned."""
-
-    def act(self, observer: Observer, *call: Any) -> None:
-        observer.end()
 
 
 class Tap(Hook):

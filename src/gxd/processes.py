@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from gxd.guards import with_inits
+from gxd.plan import UnitPlan
 
 
 class Processes:
@@ -20,6 +24,9 @@ class Processes:
         if group is not False and dist.is_available() and dist.is_initialized():
             group = group or dist.group.WORLD
             self.group = group if dist.get_world_size(group) > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+        return self  # a copy of what they train is trained by the same ones
 
     @property
     def several(self) -> bool:
@@ -40,3 +47,13 @@ class Processes:
         if self.several:
             dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
         return tensor
+
+    def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
+        """Fresh weights must be the same everywhere, also if the processes started from different weights."""
+        if not self.several:
+            return plan
+        kinds = ["uniform", "normal", "function"]
+        inits = [[kinds.index(p.init.kind), p.init.scale] for g in plan.groups for p in g.producers]
+        agreed = self.agree(torch.tensor(inits, dtype=torch.float64, device=device))
+        pairs = iter([(kinds[int(kind)], scale) for kind, scale in agreed.tolist()])
+        return with_inits(plan, [[next(pairs) for _ in g.producers] for g in plan.groups])

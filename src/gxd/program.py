@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gxd.continual import ContinualBackprop
-from gxd.directions import direction_of
+from gxd.directions import check_probabilities, direction_of
 from gxd.find import call_arguments
 from gxd.scorer import Scorer
 from gxd.statistics import Statistics
@@ -160,6 +160,7 @@ class Program:
         self.scored = self.cbp is not None and self.cbp._scorer.observer.active
         leaves, self.structure = tree_flatten((inputs, target))
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
+        self.probabilities = False  # whether the target has to lie in [0, 1]
         self.logits: Tensor | None = None  # like them, for the signs that are drawn
         if self.scored and self.cbp is not None and self.cbp._utility.gradient == "sketch" and recipe.score is None:
             _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1][0]), states, inputs, target)
@@ -185,6 +186,8 @@ class Program:
         states = self.recipe.states(self.kept)
         if states is None:
             return None
+        if self.probabilities:  # out here, for values cannot be looked at in the trace
+            check_probabilities(target)
         draw = torch.ones_like if self.cbp is None else self.cbp._signs
         results = iter(self.function(*chain(*self._parts(states, inputs, target, draw)), *self.outside))
         loss = next(results)
@@ -197,6 +200,7 @@ class Program:
                 setattr(self.cbp._statistics, name, next(results))
             self.cbp._statistics.seen = next(results) if self.partial else None
             self.cbp._statistics.alarm = self.cbp._statistics.waits
+            self.cbp._warn_of_unreached(self.unreached)
         if self.recipe.update is None:
             self._step_by_itself(results)
         elif self.cbp is not None:
@@ -292,7 +296,9 @@ class Program:
         if scorer is not None and scorer.utility.needs_observe:
             logits, classes = (logits_of(output), target) if score is None else (None, None)
             signs = lambda _: parts.signs[0]  # noqa: E731
-            scorer.observe(direction_of(scorer.utility.gradient, logits, classes, score, signs, traced=True))
+            direction = direction_of(scorer.utility.gradient, logits, classes, score, signs, traced=True)
+            self.probabilities = direction.probabilities
+            scorer.observe(direction)
         trained = [n for numbers in self.recipe.trained for n in numbers if leaves[n].requires_grad]
         found = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
         gradients = dict(zip(trained, found, strict=True))
@@ -311,7 +317,7 @@ class Program:
         if scorer is not None:
             results += [getattr(scorer.statistics, name) for name in KEPT]
             seen = scorer.statistics.seen
-            self.partial = seen is not None
+            self.partial, self.unreached = seen is not None, scorer.unreached
             results += [seen] if seen is not None else []
         if self.recipe.update is None:
             results += [g for g in gradients.values() if g is not None]

@@ -24,6 +24,9 @@ from gxd.tally import Tally
 class Scorer:
     """Hooks a model, and brings the statistics of its units up to date once per step.
 
+    Attributes:
+        unreached: the groups that ran in the last step, but that the output (or the loss) does not depend on.
+
     Args:
         unscale: the factor that undoes a scale of the loss.
         begin: called when a forward pass begins.
@@ -46,6 +49,7 @@ class Scorer:
     ) -> None:
         self.utility, self.statistics = utility, statistics
         self._unscale, self._begin = unscale, begin
+        self.unreached: list[int] = []
         self._place = (tensors, plan.groups[0].producers[0].weight)
         self.tally = Tally(plan, tensors, utility, statistics, positions, noise, reduce)
         self.observer = Observer(model, plan, utility.gradient == "loss", self._pass_begins)
@@ -121,6 +125,7 @@ class Scorer:
         if self.tally.empty:
             raise ObservationError(nothing_seen(self.utility, seen, waiting))
         self.statistics.update(*self.tally.scores())
+        self.unreached = self.tally.unreached()
         self.tally.clear()
 
     def forget(self) -> None:

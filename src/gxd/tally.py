@@ -6,7 +6,7 @@ are scored at once; layers with positions (convolutions, tokens) are scored one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Tally:
             reader.plain for reader in self.readers
         )
         self.all_groups, self.all_views = list(range(len(plan.groups))), list(range(len(self.views)))
+        self.group_of = [group for group, numbers in enumerate(self.views_of) for _ in numbers]
         self.widths = [reader.n for reader in self.readers]
         self.clear()
 
@@ -120,14 +121,23 @@ class Tally:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
         ahead = self.statistics.ahead
         block = Block(0, self.all_groups, [self.all_views], [h.unsqueeze(1)], None, len(h), len(h))
+        reached: set[int] = set()
+        found = []
         try:
             mean = h.mean(0)
             references = self.statistics.references_with(mean, None)
-            found = [self._score(block, gradients.get(0, {}), references) for gradients in directions]
+            for gradients in directions:
+                reached.update(gradients.get(0, ()))
+                found.append(self._score(block, gradients.get(0, {}), references))
         except BaseException:  # as above
             self.statistics.ahead = ahead
             raise
-        self.whole = (mean, found[0] if len(found) == 1 else sum_of(found) / len(found), h.shape[0])
+        score = found[0] if len(found) == 1 else sum_of(found) / len(found)
+        if self.utility.gradient is None or len(reached) == len(self.all_views):
+            self.whole = (mean, score, len(h))
+        else:
+            self.mean, self.mean_count = mean * len(h), [len(h)] * len(self.views)
+            self._add_score(self.all_groups, score * len(h), len(h), reached)  # each group has one view
 
     def _settle(self) -> None:
         """Another pass follows, or somebody asks: the complete one becomes sums and counts."""
@@ -143,7 +153,10 @@ class Tally:
                 self._add_mean(slot, h.sum((0, 1)), h.shape[0] * h.shape[1])
         references = self.statistics.references_with(*self.means())
         scores: list[list[Tensor]] = [[] for _ in blocks]
+        reached: dict[int, set[int]] = {block.number: set() for block in blocks}  # pass -> groups
         for gradients in directions:
+            for number, groups in reached.items():
+                groups.update([self.group_of[view] for view in gradients.get(number, ())])
             for block, found in zip(blocks, scores, strict=True):
                 seen = gradients.get(block.number, {})
                 if stacked:
@@ -152,7 +165,8 @@ class Tally:
                 else:
                     found.append(self._score(block, seen, references))
         for block, found in zip(blocks, scores, strict=True):
-            self._add_score(block.groups, sum_of(found) * (block.weight / len(found)), block.count)
+            shown = block.groups if self.utility.gradient is None else reached[block.number]
+            self._add_score(block.groups, sum_of(found) * (block.weight / len(found)), block.count, shown)
 
     def means(self) -> tuple[Tensor, Tensor | None]:
         """``(views,)`` the means of h over all passes and processes, and which were seen (None: all)."""
@@ -167,6 +181,13 @@ class Tally:
             return self.whole[1], None
         assert self.score is not None
         return self._quotient(self.score, self.score_count, self.statistics.unit_slices)
+
+    def unreached(self) -> list[int]:
+        """The groups that ran, but that no gradient has reached in any pass (of this process)."""
+        if self.whole is not None or min(self.score_count) > 0:
+            return []
+        ran = [any(self.mean_count[n] for n in numbers) for numbers in self.views_of]
+        return [g for g, count in enumerate(self.score_count) if not count and ran[g]]
 
     def to(self, device: torch.device) -> None:
         self._settle()
@@ -255,8 +276,8 @@ class Tally:
         if slot is self.all_views and self.flat and len(gradients) == len(slot):
             parts = [gradients[n] for n in slot]
         else:
-            absent = [] if len(gradients) == len(slot) else [n for n in slot if n not in gradients]
             # What no gradient reaches is read by a branch that the output does not depend on.
+            absent = [n for n in slot if n not in gradients]
             zeros = {n: h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1) for n in absent}
             parts = [zeros[n] if n in zeros else self._read(n, gradients[n], examples) for n in slot]
         g = side_by_side(parts).to(h.dtype)
@@ -279,8 +300,16 @@ class Tally:
         for n in slot:
             self.mean_count[n] += count
 
-    def _add_score(self, groups: list[int], total: Tensor, count: int) -> None:
-        flat = self._spread(groups, total, self.statistics.unit_slices, self.statistics.utility)
+    def _add_score(self, groups: list[int], total: Tensor, count: int, shown: Container[int]) -> None:
+        """What a pass says of some groups. A group that no gradient reaches in it is not shown by it: the output does
+        not depend on the group, which says nothing about its units.
+        """
+        slices = self.statistics.unit_slices
+        if not all(g in shown for g in groups):
+            parts = total.split([slices[g].stop - slices[g].start for g in groups])
+            total = side_by_side([part for g, part in zip(groups, parts, strict=True) if g in shown] or [total[:0]])
+            groups = [g for g in groups if g in shown]
+        flat = self._spread(groups, total, slices, self.statistics.utility)
         self.score = flat if self.score is None else self.score + flat
         for g in groups:
             self.score_count[g] += count
@@ -302,7 +331,7 @@ class Tally:
         return flat if len(numbers) == len(slices) else side_by_side([flat[slices[n]] for n in numbers])
 
     def _quotient(self, total: Tensor, count: list[int], slices: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
-        if self.reduce is None and min(count) == max(count):
+        if self.reduce is None and min(count) == max(count) > 0:
             return total / count[0], None
         each = [torch.full((s.stop - s.start,), n, dtype=total.dtype) for n, s in zip(count, slices, strict=True)]
         counts = torch.cat(each).to(total.device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
 
-from gxd.observe import Hook
+from gxd.hooks import Hook
 from gxd.program import Recipe
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
