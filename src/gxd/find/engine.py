@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
+from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, compact, filled, where_clear
 from gxd.layers import Layout, aliases
 
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
@@ -215,7 +215,9 @@ class Engine:
                 continue
             before = self.values[target]
             after = result if isinstance(result, Value) and result.shape == before.shape else None
-            changed = after is None or not torch.equal(self.units.resolve(before.unit), self.units.resolve(after.unit))
+            changed = after is None or not torch.equal(
+                *compact(self.units.resolve(before.unit), self.units.resolve(after.unit))
+            )
             for alias in self.storages.get(storage_of(target), []):
                 old = self.values[alias]
                 if after is not None and _geometry(alias) == _geometry(target):
@@ -276,10 +278,10 @@ class Engine:
         dims = sorted({d % rank for d in dims}) if rank else []
         unit, mixed = collapse(self.units.resolve(value.unit), dims)
         if bool(mixed.any()):
-            self.units.block(value.unit[mixed.expand(value.shape)], reason)
-            unit = unit.masked_fill(mixed, FOREIGN)
-        example, unclear = collapse(value.example, dims, ignore=None)
-        return Value(unit, example.masked_fill(unclear, FOREIGN))
+            labels, lost = compact(value.unit, mixed.expand(value.shape))
+            self.units.block(labels[lost], reason)
+            unit = where_clear(unit, mixed)
+        return Value(unit, where_clear(*collapse(value.example, dims, ignore=None)))
 
     def caller(self, node: fx.Node) -> str:
         """Qualified name of the module whose forward contains the node."""

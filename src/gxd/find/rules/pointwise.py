@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, op_name, rule
-from gxd.find.labels import CONST, FOREIGN, Value, agree
+from gxd.find.labels import CONST, FOREIGN, Value, agree, spread
 
 # Where a unit meets data that is no unit's: a product modulates the unit, any other op makes a mixture.
 _PRODUCTS = {
@@ -54,8 +54,12 @@ def glu(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
 
 def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
     """Two operands of a pointwise op, already of the same shape."""
+    unit = spread(lambda a, b: _merge(engine, node, a, b), *map(engine.units.resolve, (left.unit, right.unit)))
+    return Value(unit, agree(left.example, right.example))
+
+
+def _merge(engine: Engine, node: fx.Node, a: Tensor, b: Tensor) -> Tensor:
     name = op_name(node).removesuffix("_")
-    a, b = engine.units.resolve(left.unit), engine.units.resolve(right.unit)
     a, b = _without_broadcast(engine, name, a, b)
     modulates = name in _PRODUCTS
     if not modulates:
@@ -65,7 +69,9 @@ def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
         both |= (a == b) & engine.units.merged(a)
     blocked = torch.zeros_like(both)
     if bool(both.any()):
-        pairs = torch.stack([a[both], b[both]], 1).unique(dim=0)
+        low, _ = engine.units.partners(a[both], b[both])
+        first = a[both].unique()
+        pairs = torch.stack([first, low[first]], 1)  # every unit meets one other here
         if name in _SUMS and not engine.group_residuals:
             engine.units.block(pairs, _why_added(engine, pairs))
             blocked = both
@@ -76,8 +82,7 @@ def merge(engine: Engine, node: fx.Node, left: Value, right: Value) -> Value:
     unit = torch.where(a >= 0, a, torch.where(b >= 0, b, torch.where(foreign, FOREIGN, CONST)))
     if not modulates:
         unit = unit.masked_fill(foreign, FOREIGN)
-    unit = unit.masked_fill(blocked, FOREIGN)
-    return Value(unit, agree(left.example, right.example))
+    return unit.masked_fill(blocked, FOREIGN)
 
 
 def _meet_foreign(engine: Engine, node: fx.Node, a: Tensor, b: Tensor) -> None:
@@ -97,13 +102,12 @@ def _without_broadcast(engine: Engine, name: str, a: Tensor, b: Tensor) -> tuple
     both = (a >= 0) & (b >= 0) & (a != b)
     if not bool(both.any()):
         return a, b
-    pairs = torch.stack([a[both], b[both]], 1).unique(dim=0)
     results = []
-    for side, label in ((0, a), (1, b)):
-        ids, counts = pairs[:, side].unique(return_counts=True)
-        shared = ids[counts > 1]
-        engine.units.block(shared, f"read by {name}, which is not a layer: it meets several units")
-        results.append(label.masked_fill(torch.isin(label, shared), FOREIGN) if len(shared) else label)
+    for label, other in ((a, b), (b, a)):
+        low, high = engine.units.partners(label[both], other[both])
+        shared = low < high
+        engine.units.block(shared.nonzero(), f"read by {name}, which is not a layer: it meets several units")
+        results.append(label.masked_fill((label >= 0) & shared[label.clamp(min=0)], FOREIGN))
     return results[0], results[1]
 
 

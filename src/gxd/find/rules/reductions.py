@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, op_name, rule, unknown
-from gxd.find.labels import Value
+from gxd.find.labels import Value, regroup
 
 
 @rule(
@@ -28,7 +28,7 @@ def reduction(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     kept = engine.reduce(value, dims, f"read by {op_name(node)} over several units, which is not a layer")
 
     def spread(fake: Tensor) -> Value:
-        return Value(kept.unit.reshape(fake.shape), kept.example.reshape(fake.shape))
+        return Value(regroup(kept.unit, fake.shape), regroup(kept.example, fake.shape))
 
     fakes = node.meta["val"]
     return spread(fakes) if isinstance(fakes, Tensor) else [spread(fake) for fake in fakes]
