@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CONST = -2  # the same for every input: a parameter, a buffer, padding
 FOREIGN = -1  # data that no unit of the plan carries: the input, attention scores, the sum of unlike things
+STATISTIC = -3  # this and all below: a statistic of several units, by number (STATISTIC - number)
 UNKNOWN = -1  # for examples: it is not known which
 
 _BIG = torch.iinfo(torch.int64).max
@@ -21,11 +23,12 @@ class Value:
     along the axes where they repeat, which are mostly the batch and the positions: see :func:`spread`.
 
     Attributes:
-        unit: the unit each element carries, or :data:`CONST` or :data:`FOREIGN`.
+        unit: the unit each element carries, or :data:`CONST` or :data:`FOREIGN`, or the statistic that it is.
         example: the example each element belongs to, or :data:`UNKNOWN`.
         parameter: if the tensor is (a rearranged part of) a parameter: its name ...
         rows: ... and the index along the parameter's first axis that each element comes from.
         concrete: the tensor itself, where it does not depend on the input (index buffers, ``arange``).
+        norm: if the units have just been normalised by operations: the number of the norm that was noted.
     """
 
     unit: Tensor
@@ -33,6 +36,7 @@ class Value:
     parameter: str | None = None
     rows: Tensor | None = None
     concrete: Tensor | None = None
+    norm: int | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -125,6 +129,22 @@ def agree(left: Tensor, right: Tensor) -> Tensor:
     return spread(either, left, right)
 
 
+@dataclass(frozen=True)
+class Statistic:
+    """A number made of several units (their mean, their norm). It may scale or shift the units it was made of, as in a
+    norm; whatever else reads it reads them all.
+
+    Attributes:
+        members: the units.
+        reason: why they cannot be reset, if something else reads it.
+        total: the node whose sum it is; divided by that, units become shares of a whole, as by a softmax.
+    """
+
+    members: Tensor
+    reason: str
+    total: Any = None
+
+
 class Units:
     """The units found so far: which are one and the same, and which cannot be reset."""
 
@@ -133,6 +153,7 @@ class Units:
         self.code = torch.zeros(0, dtype=torch.int64)  # 0: fine, else 1 + index of the reason
         self.reasons: list[str] = []
         self.residual = torch.zeros(0, dtype=torch.bool)
+        self.statistics: list[Statistic] = []
 
     def __len__(self) -> int:
         return len(self.root)
@@ -147,6 +168,8 @@ class Units:
 
     def block(self, labels: Tensor, reason: str, override: bool = False) -> None:
         """These units cannot be reset. The first reason given is kept, unless a later one says more."""
+        for statistic in map(self.statistic, self.statistics_among(labels)):
+            self.block(statistic.members, statistic.reason)
         ids = self.among(labels)
         if not override:
             ids = ids[self.code[ids] == 0]
@@ -160,6 +183,21 @@ class Units:
         there = torch.zeros(len(self), dtype=torch.bool)
         there[labels[labels >= 0]] = True
         return there.nonzero().flatten()
+
+    def new_statistic(self, statistic: Statistic) -> int:
+        """The label of a new statistic."""
+        self.statistics.append(statistic)
+        return STATISTIC - len(self.statistics) + 1
+
+    def statistic(self, label: int) -> Statistic:
+        return self.statistics[STATISTIC - label]
+
+    def statistics_among(self, labels: Tensor) -> list[int]:
+        """The labels of statistics that are among these."""
+        if not self.statistics:
+            return []
+        (labels,) = compact(labels)
+        return labels[labels <= STATISTIC].unique().tolist()
 
     def partners(self, labels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         """For every unit the lowest and the highest of those that stand at its places in ``others``."""

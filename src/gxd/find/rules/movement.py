@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gxd.find.engine import Engine, flatten, foreign, op_name, rule, substitute, unknown
-from gxd.find.labels import CONST, UNKNOWN, Value, regroup
+from gxd.find.engine import Engine, base_name, flatten, op_name, rule, substitute, unknown
+from gxd.find.labels import CONST, STATISTIC, UNKNOWN, Value, regroup
 
 
 @rule(
@@ -20,21 +20,23 @@ from gxd.find.labels import CONST, UNKNOWN, Value, regroup
     split split_with_sizes tensor_split chunk unbind unsafe_chunk unsafe_split unsafe_split_with_sizes
     hsplit vsplit dsplit repeat tile repeat_interleave roll flip rot90 unfold im2col pixel_shuffle
     pixel_unshuffle channel_shuffle native_channel_shuffle index_select diagonal atleast_1d
-    atleast_2d atleast_3d fliplr flipud ravel block_diag tril triu
+    atleast_2d atleast_3d fliplr flipud ravel block_diag tril triu slice_scatter select_scatter
+    diagonal_scatter index_copy row_stack
     """,
+    statistics=True,
 )
 def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run the op on the labels: what stands where afterwards is what the op says."""
-    values = list(flatten((args, kwargs)))
-    for index in flatten(args[_INDEX[op_name(node)] : _INDEX[op_name(node)] + 1] if op_name(node) in _INDEX else []):
+    values, place = list(flatten((args, kwargs))), _INDEX.get(base_name(node), len(args))
+    for index in flatten(args[place : place + 1]):
         engine.block(index, f"read by {op_name(node)} as an index, which is not a layer")
-    unit = _execute(node, args, kwargs, "unit", CONST)
-    example = _execute(node, args, kwargs, "example", UNKNOWN)
+    unit = _execute(engine, node, args, kwargs, "unit", CONST)
+    example = _execute(engine, node, args, kwargs, "example", UNKNOWN)
     if unit is None or example is None:
         return unknown(engine, node, args, kwargs)
     parameter, rows = None, None
     if len(values) == 1 and values[0].rows is not None:
-        parameter, rows = values[0].parameter, _execute(node, args, kwargs, "rows", 0)
+        parameter, rows = values[0].parameter, _execute(engine, node, args, kwargs, "rows", 0)
     if isinstance(unit, Tensor):
         return Value(unit, example, parameter, rows)
     many_rows = rows if rows is not None else [None] * len(unit)
@@ -69,7 +71,7 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
         return move(engine, node, args, kwargs)
     dims = [d for d, i in enumerate(indices) if i is not None]
     known = [i for i in indices if i is not None]
-    if any(i.has_units() for i in known) or any(_is_mask(node)):
+    if any(i.has_units() for i in known) or any(is_mask(node)):
         return unknown(engine, node, args, kwargs)
     kept = engine.reduce(value, dims, f"selected by computed indices in {node.name}")
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -81,7 +83,8 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
     return Value(unit, example)
 
 
-def _is_mask(node: fx.Node) -> list[bool]:
+def is_mask(node: fx.Node) -> list[bool]:
+    """Which of the indices of ``x[indices]`` say where by yes and no."""
     return [i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1]]  # type: ignore[union-attr]
 
 
@@ -102,32 +105,49 @@ def gather(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
 
 @rule(
     """
-    contiguous clone to _to_copy type_as detach detach_copy alias lift_fresh_copy lift_fresh dropout
-    feature_dropout alpha_dropout feature_alpha_dropout float half double bfloat16 cpu cuda prelu
-    _prelu_kernel rrelu rrelu_with_noise identity positive resolve_conj resolve_neg
+    contiguous clone to _to_copy convert_element_type type_as detach alias lift lift_fresh data requires_grad dropout
+    feature_dropout alpha_dropout feature_alpha_dropout native_dropout float half double bfloat16 cpu cuda identity
+    positive resolve_conj resolve_neg dequantize to_dense
     """,
     carries=1,
+    statistics=True,
 )
 def identity(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The labels of the first operand pass unchanged."""
-    value = args[0]
-    return value if isinstance(value, Value) else foreign(node)
+    fakes = node.meta["val"]
+    return args[0] if isinstance(fakes, Tensor) else [args[0] for _ in fakes]
 
 
-@rule("native_dropout")
-def native_dropout(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return [args[0], args[0]]
+@rule(
+    """
+    prelu _prelu_kernel rrelu rrelu_with_noise rrelu_with_noise_functional fill_diagonal
+    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams _fake_quantize_learnable_per_tensor_affine
+    _fake_quantize_learnable_per_channel_affine
+    """,
+    carries=1,
+)
+def function_of_the_first(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Element by element, with parameters beside: a slope, a scale, a diagonal."""
+    return identity(engine, node, [Value(args[0].unit, args[0].example)], kwargs)
 
 
-_INDEX = {"index": 1, "index_select": 2, "repeat_interleave": 1}  # the operand that says where, not what
+_INDEX = {
+    "index": 1,
+    "index_select": 2,
+    "index_copy": 2,
+    "index_put": 1,
+    "repeat_interleave": 1,
+}  # the operand that says where, not what
 _RESHAPES = {"view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel"}
-_SHIFT = 3  # labels are run shifted, so that what an op fills in (zeros) can be told from a unit
 
 
-def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str, filling: int) -> Any:
+def _execute(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str, filling: int) -> Any:
     """Run the node's op on one kind of label; None if it does not run or does not give the traced shape."""
-    name, fakes = op_name(node), node.meta["val"]
-    if name in _RESHAPES:
+    fakes = node.meta["val"]
+    # Labels are run shifted to above 0, so that what an op fills in (zeros) can be told from them.
+    shift = len(engine.units.statistics) - STATISTIC
+    if base_name(node) in _RESHAPES:
         return regroup(getattr(args[0], label), fakes.shape)
     if _is_view(node):
         found = _run(node, args, kwargs, lambda value: getattr(value, label))
@@ -136,7 +156,7 @@ def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str,
     for dtype in (torch.int64, torch.float64):
 
         def shifted(value: Value, dtype: torch.dtype = dtype) -> Tensor:
-            return (_first(getattr(value, label), dims) + _SHIFT).to(dtype)
+            return (_first(getattr(value, label), dims) + shift).to(dtype)
 
         found = _run(node, args, kwargs, shifted)
         if found is None:
@@ -145,14 +165,14 @@ def _execute(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str,
         shapes = [fakes.shape] if isinstance(fakes, Tensor) else [f.shape for f in fakes]
         if [r.dim() for r in results] != [len(shape) for shape in shapes]:
             return None
-        results = [torch.where(r == 0, filling, r.long() - _SHIFT) for r in results]
+        results = [torch.where(r == 0, filling, r.long() - shift) for r in results]
         results = [r.expand(shape) for r, shape in zip(results, shapes, strict=True)]
         return results[0] if isinstance(fakes, Tensor) else results
     return None
 
 
 def _run(node: fx.Node, args: list[Any], kwargs: dict[str, Any], function: Any, move: Any = lambda index: index) -> Any:
-    place = _INDEX.get(op_name(node))
+    place = _INDEX.get(base_name(node))
     labels = [substitute(a, (lambda v: move(v.concrete)) if i == place else function) for i, a in enumerate(args)]
     try:
         return node.target(*labels, **substitute(kwargs, function))  # type: ignore[operator]
@@ -167,7 +187,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_by_place(node: fx.Node, args: list[Any]) -> bool:
     """Whether what becomes of an element depends on its place along all axes."""
-    name = op_name(node).removesuffix("_")
+    name = base_name(node)
     return name in ("tril", "triu", "block_diag") or (name == "roll" and (len(args) < 3 or not args[2]))
 
 
@@ -177,7 +197,7 @@ def _first(label: Tensor, dims: Collection[int]) -> Tensor:
 
 def _untouched(node: fx.Node, args: list[Any], kwargs: dict[str, Any], label: str) -> list[int]:
     """The axes along which the labels repeat and which the op leaves alone: shrunk to size 1 they shrink its result."""
-    place = _INDEX.get(op_name(node))
+    place = _INDEX.get(base_name(node))
     labels = [getattr(v, label) for v in flatten([a for i, a in enumerate(args) if i != place])]
     if len({one.dim() for one in labels}) != 1 or _is_by_place(node, args):
         return []

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, NormCall, rule
-from gxd.find.labels import FOREIGN, Value, collapse, compact, where_clear
+from gxd.find.labels import Value, collapse, compact, where_clear
 
 
 @rule("batch_norm", carries=1)
@@ -83,7 +82,7 @@ def _note(
     entries = where_clear(*collapse(engine.units.resolve(value.unit), others))
     entries = entries.reshape(prod(value.shape[d] for d in dims))
     if not module:
-        entries, module = torch.full_like(entries, FOREIGN), engine.caller(node)
+        entries, module = entries[:0], engine.caller(node)
     members = engine.units.among(value.unit)
     # Frozen affine parameters stay as they are.
     weight, bias = (n if n is None or engine.parameters[n].requires_grad else None for n in names[:2])
