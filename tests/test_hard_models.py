@@ -87,8 +87,8 @@ MODELS = {
         {"f1"},
     ),
     "an index written in place": (lambda: Net(interleaved, **linears(**TWO)), None),
-    "input written into slices and added": (lambda: Net(written_into_slices, **linears(**TWO)), set()),
-    "a layer added into slices and added": (lambda: Net(added_into_slices, **linears(**TWO, g=(5, 4))), set()),
+    "input written into slices and added": (lambda: Net(written_into_slices, **linears(**TWO)), {"f1"}),
+    "a layer added into slices and added": (lambda: Net(added_into_slices, **linears(**TWO, g=(5, 4))), {"f1"}),
     "a weight returned through another product": (
         lambda: Net(lambda m, x: (m.f2(F.relu(m.f1(x))), F.linear(x, m.f1.weight)), **linears(**TWO)),
         set(),

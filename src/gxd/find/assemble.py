@@ -167,7 +167,7 @@ def _named(drafts: Sequence[_Draft]) -> list[Group]:
 def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
     """Every layer whose rows are not all units, with the reason, in the order of execution."""
     covered = {p.module for g in groups for p in g.producers}
-    units = engine.units
+    units, has_consumer = engine.units, _has_consumer(engine)
     skipped: dict[str, str] = {}
     seen = set()
     for call in engine.layers:
@@ -177,7 +177,7 @@ def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
             continue
         codes = units.code[units.root[call.units]]
         own = units.code[call.units]
-        read = _has_consumer(engine)[call.units]
+        read = has_consumer[call.units]
         reasons: dict[str, list[int]] = {}
         for row, (code, own_code, is_read) in enumerate(zip(codes.tolist(), own.tolist(), read.tolist(), strict=True)):
             code = own_code or code

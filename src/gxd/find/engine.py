@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from gxd.find.labels import CONST, FOREIGN, Units, Value, collapse, filled
+from gxd.find.labels import CONST, FOREIGN, STATISTIC, Units, Value, collapse, compact, filled, spread, where_clear
 from gxd.find.marks import KEPT
+from gxd.find.memory import Memory
+from gxd.find.parts import is_pointwise, parts_of
 from gxd.find.trace import Trace
 from gxd.layers import Layout, aliases
 
 Rule = Callable[["Engine", fx.Node, list[Any], dict[str, Any]], Any]
-_RULES: dict[str, tuple[Rule, int | None]] = {}
+_RULES: dict[str, tuple[Rule, int | None, bool]] = {}
 REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
-def rule(*names: str, carries: int | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen ops, by name without overload (``linear``); the in-place variant comes along.
+def rule(*names: str, carries: int | None = None, statistics: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for ATen ops, by name without overload (``linear``) or with it (``max.other``); the in-place
+    variant and the copying variant of a view come along.
 
     Args:
         names: one or more names each, separated by blanks.
         carries: how many of the op's leading tensors pass their units on. Units in any other operand (an index, a
             computed norm weight) are blocked: they are read by something that is no layer. None: the rule sees to all.
+        statistics: whether the op may read a statistic of units without reading the units (see ``written_norms``).
     """
 
     def add(function: Rule) -> Rule:
         for name in " ".join(names).split():
-            _RULES[name] = function, carries
+            _RULES[name] = function, carries, statistics
         return function
 
     return add
+
+
+def _rule_for(node: fx.Node) -> tuple[Rule, int | None, bool]:
+    target = node.target
+    overload = target._overloadname if isinstance(target, torch._ops.OpOverload) else ""
+    names = (op_name(node), base_name(node))
+    for name in (f"{names[1]}.{overload}", *names):
+        if name in _RULES:
+            return _RULES[name]
+    return _RULES["<pointwise>"] if is_pointwise(target) else (unknown, None, False)
 
 
 @dataclass
@@ -102,8 +116,9 @@ class Engine:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.aliases = aliases(self.parameters)
         self.values: dict[fx.Node, Any] = {}
-        self.storages: dict[int, list[fx.Node]] = {}  # the nodes that lie in the same memory
+        self.memory = Memory(self.values, self.units)
         self.inside: dict[fx.Node, list[fx.Node]] = {}  # node -> the placeholders it is bound to in nested graphs
+        self.opened: set[fx.Node] = set()  # nodes whose parts were walked
         self.noted: set[tuple[fx.Node, str]] = set()  # (node, parameter): uses that are part of a layer or norm call
 
     # --- the walk -------------------------------------------------------------------------------------------------
@@ -112,7 +127,6 @@ class Engine:
         """Walk the graphs."""
         for number, trace in enumerate(self.traces):
             self.number, self.program = number, trace.program
-            self.storages.clear()
             specs = self.program.graph_signature.input_specs
             self.specs = {spec.arg.name: spec for spec in specs if hasattr(spec.arg, "name")}
             batched = [n for n in self.program.graph.nodes if n.op == "placeholder" and self.is_input(n)]
@@ -172,7 +186,7 @@ class Engine:
     def note(self, node: fx.Node, value: Any) -> None:
         self.values[node] = value
         if isinstance(value, Value):
-            self.storages.setdefault(storage_of(node), []).append(node)
+            self.memory.add(node)
 
     def is_input(self, node: fx.Node) -> bool:
         spec = self.specs.get(node.name)
@@ -215,10 +229,13 @@ class Engine:
         folded = self.fold_constants(node, args, kwargs)
         if folded is not None:
             return folded
-        name = op_name(node)
-        handler, carries = _RULES.get(name) or _RULES.get(name.removesuffix("_")) or (unknown, None)
-        if handler is unknown and isinstance(node.target, torch._ops.OpOverload):
-            handler = _RULES["<pointwise>"][0] if torch.Tag.pointwise in node.target.tags else unknown
+        handler, carries, statistics = _rule_for(node)
+        if handler is unknown:
+            parts = parts_of(node)
+            if parts is not None:
+                return self.open(node, *parts)
+        if not statistics:
+            args, kwargs = substitute((args, kwargs), self.without_statistics)
         try:
             result = handler(self, node, args, kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError):
@@ -226,7 +243,22 @@ class Engine:
             result = unknown(self, node, args, kwargs)
         if carries is not None:
             self.block_all(list(flatten((args, kwargs)))[carries:], node)
-        self.written(node, result)
+        self.memory.write(node, op_name(node), result)
+        return result
+
+    def open(self, node: fx.Node, graph: fx.Graph, given: list[fx.Node]) -> Any:
+        """An op that is made of simpler ones: walk these."""
+        parts = [part for part in graph.nodes if part.op == "call_function"]
+        if len(given) == 1 and all(is_pointwise(part.target) for part in parts):  # a function of one operand
+            return _RULES["<pointwise>"][0](self, node, self.fetch(node.args), self.fetch(node.kwargs))
+        for part in parts:
+            part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        bound = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+        for inside, outside in bound.items():
+            self.inside.setdefault(outside, []).append(inside)
+        self.opened.add(node)
+        result = self.walk(graph, {inside: self.fetch(outside) for inside, outside in bound.items()} or {None: None})
+        self.memory.write(node, op_name(node), result)
         return result
 
     def region(self, node: fx.Node) -> Any:
@@ -239,31 +271,6 @@ class Engine:
                 self.inside.setdefault(outside, []).append(inside)
         values = {inside: self.fetch(outside) for inside, outside in zip(inner, outer, strict=True)}
         return self.walk(graph, values or {None: None})
-
-    def written(self, node: fx.Node, result: Any) -> None:
-        """After an in-place op: what else lies in the written memory is read later under its old name."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return
-        schema = node.target._schema.arguments
-        targets = [a for a, s in zip(node.args, schema, strict=False) if s.alias_info and s.alias_info.is_write]
-        for target in targets:
-            if not isinstance(target, fx.Node) or not isinstance(self.values.get(target), Value):
-                continue
-            before = self.values[target]
-            after = result if isinstance(result, Value) and result.shape == before.shape else None
-            changed = after is None or not torch.equal(self.units.resolve(before.unit), self.units.resolve(after.unit))
-            for alias in self.storages.get(storage_of(target), []):
-                old = self.values[alias]
-                if after is not None and _geometry(alias) == _geometry(target):
-                    self.values[alias] = after
-                elif changed:
-                    reason = f"written in place ({op_name(node)}) into memory that other tensors share"
-                    self.block(old, reason)
-                    if after is not None:
-                        self.block(after, reason)
-                    self.values[alias] = filled(old.shape, FOREIGN, old.example)
-                else:
-                    self.values[alias] = Value(old.unit, old.example)
 
     def fold_constants(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute what does not depend on the input (index tensors), so that indexing by it can be followed."""
@@ -300,6 +307,14 @@ class Engine:
     def block(self, value: Value, reason: str) -> None:
         self.units.block(value.unit, reason)
 
+    def without_statistics(self, value: Value) -> Value:
+        """What an op that is no part of a norm reads: units of which it sees a statistic cannot be reset."""
+        found = self.units.statistics_among(value.unit)
+        if not found:
+            return value
+        self.units.block(torch.tensor(found), "")
+        return replace(value, unit=spread(lambda unit: unit.masked_fill(unit <= STATISTIC, FOREIGN), value.unit))
+
     def block_all(self, args: Any, node: fx.Node) -> None:
         for value in flatten(args):
             self.block(value, f"read by {op_name(node)}, which is not a layer")
@@ -312,10 +327,10 @@ class Engine:
         dims = sorted({d % rank for d in dims}) if rank else []
         unit, mixed = collapse(self.units.resolve(value.unit), dims)
         if bool(mixed.any()):
-            self.units.block(value.unit[mixed.expand(value.shape)], reason)
-            unit = unit.masked_fill(mixed, FOREIGN)
-        example, unclear = collapse(value.example, dims, ignore=None)
-        return Value(unit, example.masked_fill(unclear, FOREIGN))
+            labels, lost = compact(value.unit, mixed.expand(value.shape))
+            self.units.block(labels[lost], reason)
+            unit = where_clear(unit, mixed)
+        return Value(unit, where_clear(*collapse(value.example, dims, ignore=None)))
 
     def caller(self, node: fx.Node) -> str:
         """Qualified name of the module whose forward contains the node."""
@@ -329,8 +344,11 @@ class Engine:
 
 def unknown(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """An op without a rule: the units that reach it cannot be followed."""
-    engine.block_all((args, kwargs), node)
-    return foreign(node, flatten((args, kwargs)))
+    values = list(flatten((args, kwargs)))
+    engine.block_all(values, node)
+    result = foreign(node, values)
+    # What no tensor has gone into is the same for every input, or noise.
+    return substitute(result, lambda value: filled(value.shape, CONST)) if not values else result
 
 
 def foreign(node: fx.Node, values: Iterable[Value] = ()) -> Any:
@@ -360,6 +378,12 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def base_name(node: fx.Node) -> str:
+    """The name without what marks a variant: ``relu`` for ``relu_``, ``view`` for ``view_copy``."""
+    name = op_name(node)
+    return name if name.endswith("__") else name.removesuffix("_").removesuffix("_copy")
+
+
 def flatten(args: Any) -> Iterable[Value]:
     if isinstance(args, Value):
         yield args
@@ -381,16 +405,6 @@ def substitute(args: Any, function: Callable[[Value], Any]) -> Any:
     return args
 
 
-def storage_of(node: fx.Node) -> int:
-    """A number that is the same for all nodes that share memory."""
-    return int(node.meta["val"].untyped_storage()._cdata)
-
-
-def _geometry(node: fx.Node) -> tuple[Any, ...]:
-    fake = node.meta["val"]
-    return fake.shape, fake.stride(), fake.storage_offset()
-
-
 def _is_static(fakes: Any) -> bool:
     """Whether the results are tensors of known shapes; a boolean mask, for instance, gives one of unknown length."""
     tensors = [fakes] if isinstance(fakes, Tensor) else fakes if isinstance(fakes, (list, tuple)) else []
@@ -399,8 +413,7 @@ def _is_static(fakes: Any) -> bool:
 
 
 def _is_bookkeeping(node: fx.Node) -> bool:
-    name = op_name(node)
-    return name.startswith(("_assert", "sym_")) or not isinstance(node.target, torch._ops.OpOverload)
+    return op_name(node).startswith(("_assert", "sym_"))
 
 
 def _small(tensor: Any) -> Tensor | None:

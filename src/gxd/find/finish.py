@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -74,7 +74,8 @@ def _refuse_shared_norms(engine: Engine) -> None:
     for norm in engine.norms:
         calls.setdefault(norm.module, []).append(norm)
     for module, several in calls.items():
-        if len(several) == 1 or not module:
+        several = [norm for norm in several if norm.entries.numel()]  # else it has no entry to serve with
+        if len(several) < 2 or not module:
             continue
         entries = [engine.units.resolve(norm.entries) for norm in several]
         if not all(torch.equal(entries[0], other) for other in entries[1:]):
@@ -88,20 +89,24 @@ def _refuse_shared_norms(engine: Engine) -> None:
 
 def _refuse_other_readers(engine: Engine) -> None:
     """A parameter that something else reads too cannot be written as if it were the layer's alone."""
+    inputs: dict[str, list[fx.Node]] = {}  # the nodes that stand for a parameter or buffer
+    for node, value in engine.values.items():
+        if node.op == "placeholder" and isinstance(value, Value) and value.parameter is not None:
+            inputs.setdefault(value.parameter, []).append(node)
     for call in engine.layers:
-        reader = _other_reader(engine, call.weight)
+        reader = _other_reader(engine, inputs, call.weight)
         if reader is not None:
             _refuse_call(engine, call, f"its weight is also read by {reader}")
         if call.bias is None:
             continue
-        reader = _other_reader(engine, call.bias)
+        reader = _other_reader(engine, inputs, call.bias)
         if reader is not None:
             reason = f"its bias is also read by {reader}"
             engine.units.block(call.units, reason)
             call.bias, call.approximate = None, reason
     for norm in engine.norms:
         names = filter(None, (norm.weight, norm.bias, norm.running_mean, norm.running_var))
-        reader = next((r for r in (_other_reader(engine, name) for name in names) if r is not None), None)
+        reader = next((r for r in (_other_reader(engine, inputs, name) for name in names) if r is not None), None)
         if reader is not None:
             engine.units.block(norm.members, f"a parameter of its norm '{norm.module}' is also read by {reader}")
 
@@ -121,13 +126,13 @@ def _refuse_large_components(engine: Engine) -> None:
         engine.units.block(members, f"products tie more than {MOST_ROWS} of its rows to one another")
 
 
-def _other_reader(engine: Engine, name: str) -> str | None:
+def _other_reader(engine: Engine, inputs: Mapping[str, Sequence[fx.Node]], name: str) -> str | None:
     """What reads a parameter or buffer, besides the layer and norm calls that were noted; None if nothing does."""
     tensor = engine.parameters.get(name)
     names = engine.aliases[id(tensor)] if tensor is not None else [name]
     if len({id(engine.modules[engine.owner(n)]) for n in names}) > 1:
         return "the layer it is tied to"
-    pending = [n for n in engine.values if n.op == "placeholder" and _is_named(engine, n, names)]
+    pending = [node for one in names for node in inputs.get(one, [])]
     while pending:
         node = pending.pop()
         pending += engine.inside.get(node, [])
@@ -140,11 +145,6 @@ def _other_reader(engine: Engine, name: str) -> str | None:
                 continue
             if all(isinstance(v, Value) and v.parameter in names for v in moved):
                 pending.append(user)
-            elif op_name(user) not in (*REGIONS, "output"):
+            elif user not in engine.opened and op_name(user) not in (*REGIONS, "output"):
                 return op_name(user)
     return None
-
-
-def _is_named(engine: Engine, node: fx.Node, names: Sequence[str]) -> bool:
-    value = engine.values[node]
-    return isinstance(value, Value) and value.parameter in names

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gxd.find.engine import Engine, LayerCall, foreign, op_name, rule
-from gxd.find.labels import FOREIGN, Value, collapse
+from gxd.find.labels import FOREIGN, Value, collapse, compact, where_clear
 from gxd.find.marks import ARGUMENT
 from gxd.layers import CONV, CONV_TRANSPOSE, LINEAR, LINEAR_TRANSPOSED, Layout, is_plain_call
 
@@ -237,9 +237,10 @@ def _batch(example: Tensor, axis: int, default: int) -> tuple[int, str]:
     label, unclear = collapse(example, [axis % example.dim()], ignore=None)
     label = label.squeeze(axis)
     fallback = min(default, max(0, label.dim() - 1)), "none"
-    if bool(unclear.any()) or label.numel() == 0 or bool((label < 0).any()):
+    (known,) = compact(label)
+    if bool(compact(unclear)[0].any()) or known.numel() == 0 or bool((known < 0).any()):
         return fallback
-    size = int(label.max()) + 1
+    size = int(known.max()) + 1
     if size < 2:
         return fallback
     for dim in range(label.dim()):
@@ -307,7 +308,7 @@ def _produce(engine: Engine, call: LayerCall, weight: Value, bias: Value | None,
     if call.ports == ("input",):  # the weight as it is stored
         call.rows = torch.arange(node.meta["val"].shape[call.axis])
     else:  # a part of a packed projection
-        call.rows = weight.rows.flatten(1)[:, 0]
+        call.rows = weight.rows.select(-1, 0)
     call.bias_rows = call.rows if bias is None or bias.rows is None else bias.rows
     reason = refusal(engine, call)
     if reason is None and bias is not None and bias.parameter not in engine.parameters and bias.concrete is None:
@@ -324,8 +325,7 @@ def _output(call: LayerCall, value: Value, node: fx.Node, axis: int) -> Value:
     labels = call.units if len(call.units) else torch.full((shape[place],), FOREIGN)
     unit = labels.view([-1 if d == place else 1 for d in range(len(shape))]).expand(shape)
     mixed_dims = [place] if axis == -1 else list(range(place, len(shape)))
-    example, unclear = collapse(value.example, mixed_dims, ignore=None)
-    return Value(unit, example.masked_fill(unclear, FOREIGN).expand(shape))
+    return Value(unit, where_clear(*collapse(value.example, mixed_dims, ignore=None)).expand(shape))
 
 
 def _as_list(padding: Any) -> list[int]:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, NormCall, rule
-from gxd.find.labels import FOREIGN, Value, collapse
+from gxd.find.labels import Value, collapse, compact, where_clear
 
 
 @rule("batch_norm", carries=1)
@@ -67,6 +66,7 @@ def _mixes(label: Tensor, dims: list[int]) -> bool:
     """Whether the statistics taken along ``dims`` carry a unit into values that are not its own: other units, or
     constants.
     """
+    (label,) = compact(label)
     last = label.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)) if dims else label.unsqueeze(-1)
     return bool(((last >= 0).any(-1) & (last != last[..., :1]).any(-1)).any())
 
@@ -79,11 +79,11 @@ def _note(
     engine.noted |= {(node, name) for name in names if name is not None}
     module = next((engine.owner(name) for name in names if name is not None), "")
     others = [d for d in range(value.unit.dim()) if d not in dims]
-    entries, mixed = collapse(engine.units.resolve(value.unit), others)
-    entries = entries.masked_fill(mixed, FOREIGN).reshape(prod(value.shape[d] for d in dims))
+    entries = where_clear(*collapse(engine.units.resolve(value.unit), others))
+    entries = entries.reshape(prod(value.shape[d] for d in dims))
     if not module:
-        entries, module = torch.full_like(entries, FOREIGN), engine.caller(node)
-    members = value.unit[value.unit >= 0].unique()
+        entries, module = entries[:0], engine.caller(node)
+    members = engine.units.among(value.unit)
     # Frozen affine parameters stay as they are.
     weight, bias = (n if n is None or engine.parameters[n].requires_grad else None for n in names[:2])
     engine.norms.append(NormCall(module, weight, bias, names[2], names[3], entries, members, couples, engine.number))

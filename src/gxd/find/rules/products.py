@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, rule, unknown
-from gxd.find.labels import FOREIGN, UNKNOWN, Value, agree, collapse, filled
+from gxd.find.labels import FOREIGN, UNKNOWN, Value, agree, collapse, compact, filled, regroup, spread, where_clear
 from gxd.find.rules.layers import functional, product_with_weight
 
 _SCORES = "read by a product of activations (attention scores), which is not a layer"
@@ -27,10 +27,16 @@ def attention(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, 
     unit, example = kept.unit, kept.example
     if kwargs.get("enable_gqa") and unit.dim() > 2:
         repeats = shape[-3] // unit.shape[-3]
-        unit, example = unit.repeat_interleave(repeats, -3), example.repeat_interleave(repeats, -3)
-    asked, unclear = collapse(query.example, [query.example.dim() - 1], ignore=None)
-    example = agree(asked.masked_fill(unclear, UNKNOWN).expand(shape), example.expand(shape))
+        unit, example = _repeat_heads(unit, repeats), _repeat_heads(example, repeats)
+    asked = where_clear(*collapse(query.example, [query.example.dim() - 1], ignore=None), UNKNOWN)
+    example = agree(asked.expand(shape), example.expand(shape))
     return Value(unit.expand(shape), example)
+
+
+def _repeat_heads(label: Tensor, repeats: int) -> Tensor:
+    *outer, heads, length, width = label.shape
+    label = label.unsqueeze(-3).expand(*outer, heads, repeats, length, width)
+    return regroup(label, (*outer, heads * repeats, length, width))
 
 
 @rule("matmul", "bmm", "mm", "linalg_matmul", "__matmul__")
@@ -47,15 +53,15 @@ def matmul(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
     return _product(engine, node, (left, [-1]), (right, [-2]), lambda label: label.expand(shape))
 
 
-def _product(engine: Engine, node: fx.Node, left: Any, right: Any, spread: Any) -> Value:
+def _product(engine: Engine, node: fx.Node, left: Any, right: Any, place: Any) -> Value:
     sides = [engine.reduce(value, dims, _SCORES) for value, dims in (left, right)]
-    units = [spread(side.unit) for side in sides]
-    examples = [spread(side.example) for side in sides]
+    units = [place(side.unit) for side in sides]
+    examples = [place(side.example) for side in sides]
     if sides[0].has_units() and sides[1].has_units():  # units against units: an outer product
         for side in sides:
             engine.block(side, _SCORES)
         return filled(units[0].shape, FOREIGN, agree(*examples))
-    unit = torch.where(units[0] >= 0, units[0], torch.where(units[1] >= 0, units[1], FOREIGN))
+    unit = spread(lambda a, b: torch.where(a >= 0, a, torch.where(b >= 0, b, FOREIGN)), *units)
     return Value(unit, agree(*examples))
 
 
@@ -83,11 +89,11 @@ def _arrange(label: Tensor, term: str, output: str, shape: torch.Size) -> Tensor
     label = label.squeeze([i for i, letter in enumerate(term) if letter not in output])
     letters = [letter for letter in term if letter in output]
     label = label.permute([letters.index(letter) for letter in output if letter in letters])
-    return label.reshape([shape[i] if letter in letters else 1 for i, letter in enumerate(output)]).expand(shape)
+    return regroup(label, [shape[i] if letter in letters else 1 for i, letter in enumerate(output)]).expand(shape)
 
 
 @rule("baddbmm")
 def baddbmm(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if args[0].has_units() or bool((args[0].unit == FOREIGN).any()):
+    if args[0].has_units() or bool((compact(args[0].unit)[0] == FOREIGN).any()):
         return unknown(engine, node, args, kwargs)
     return matmul(engine, node, args[1:], kwargs)

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gxd.find.engine import Engine, op_name, rule, unknown
-from gxd.find.labels import Value
+from gxd.find.engine import Engine, op_name, rule
+from gxd.find.labels import Value, regroup
+from gxd.find.rules.written_norms import STATISTICS, with_statistics
 
 
 @rule(
@@ -16,19 +17,22 @@ from gxd.find.labels import Value
     all argmax argmin count_nonzero nanmedian mode aminmax var_mean std_mean
     """,
     carries=1,
+    statistics=True,
 )
 def reduction(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Reduce along axes; results of several tensors (``max`` with indices) carry the same labels."""
     value = args[0]
-    if len(args) > 1 and isinstance(args[1], Value):  # max(a, b)
-        return unknown(engine, node, args, kwargs)
     dims = _argument(node, args, kwargs, "dim")
     rank = value.unit.dim()
     dims = list(range(rank)) if dims is None or dims == [] else dims if isinstance(dims, list) else [dims]
-    kept = engine.reduce(value, dims, f"read by {op_name(node)} over several units, which is not a layer")
+    dims = sorted({dim % rank for dim in dims}) if rank else []
+    reason = f"read by {op_name(node)} over several units, which is not a layer"
+    if op_name(node) in STATISTICS and dims:
+        value = with_statistics(engine, node, value, dims, reason)
+    kept = engine.reduce(value, dims, reason)
 
     def spread(fake: Tensor) -> Value:
-        return Value(kept.unit.reshape(fake.shape), kept.example.reshape(fake.shape))
+        return Value(regroup(kept.unit, fake.shape), regroup(kept.example, fake.shape))
 
     fakes = node.meta["val"]
     return spread(fakes) if isinstance(fakes, Tensor) else [spread(fake) for fake in fakes]
