@@ -147,6 +147,8 @@ class Engine:
                 self.note(node, bound[node] if node in bound else self.placeholder(node))
             elif node.op == "call_function" and node in live:
                 self.note(node, self.call(node))
+                if KEPT in node.meta:
+                    substitute(self.values[node], self.without_statistics)
             elif node.op == "output":
                 values = self.fetch(node.args[0])
                 if not bound:

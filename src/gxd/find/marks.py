@@ -12,7 +12,7 @@ from torch.fx.experimental import proxy_tensor
 
 # Keys of a node's meta, which survive the passes of torch.export:
 ARGUMENT = "gxd_argument_of"  # (id of a module, place among its tensors) for each call that was given the tensor
-KEPT = "gxd_kept"  # the forward has returned, and something still holds the tensor
+KEPT = "gxd_kept"  # something comes of the tensor that the graph does not show: it outlives the forward
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def _mark(called: dict[int, bool]) -> Callable[..., None]:
 
 def _mark_what_is_left(module: nn.Module, args: Any, output: Any) -> None:
     tracer = _tracer()
-    for slot in list(tracer.tensor_tracker.values()) if tracer is not None else ():
-        slot.proxy.node.meta[KEPT] = True
+    nodes = [slot.proxy.node for slot in list(tracer.tensor_tracker.values())] if tracer is not None else []
+    mark_kept(node for node in nodes if not node.users)  # autograd keeps others, to compute gradients with
 
 
 def mark_kept(nodes: Iterable[torch.fx.Node | None]) -> None:

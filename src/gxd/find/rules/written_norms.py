@@ -95,7 +95,10 @@ def _note(engine: Engine, node: fx.Node, operands: Sequence[Value], members: Ten
             call.members = torch.cat([call.members, members]).unique()
             return value.norm
     entries = torch.zeros(0, dtype=torch.int64)
-    engine.norms.append(NormCall(engine.caller(node), None, None, None, None, entries, members.unique(), couples=True))
+    members = members.unique()
+    engine.norms.append(
+        NormCall(engine.caller(node), None, None, None, None, entries, members, couples=True, trace=engine.number)
+    )
     return len(engine.norms) - 1
 
 
