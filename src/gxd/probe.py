@@ -39,7 +39,9 @@ class Clamp:
         seen: what the consumers would have read.
         chosen: the numbers of the outputs that count.
         effect: how far the clamp has moved them.
-        floor: how far rounding may move them.
+        floor: how far they may move because of rounding.
+        drift: how far they may move from run to run, if nothing is changed that matters.
+        drifts: the same for what the consumers read.
     """
 
     index: Tensor
@@ -48,6 +50,8 @@ class Clamp:
     chosen: list[int]
     effect: float
     floor: float
+    drift: float
+    drifts: dict[tuple[int, str], float]
 
     @property
     def shows(self) -> bool:
@@ -112,14 +116,20 @@ class Probe:
         chosen = list(range(len(outputs)))
         if self.by_layer:  # what lies behind the consumers; the rest does not speak of outputs
             chosen = [i for i, (a, b) in enumerate(zip(self.before, outputs, strict=False)) if not _equal(a, b)]
-        noise = self.drift
+        scale, eps = _scale(self.before, outputs), torch.finfo(self.precision).eps
+        rounding = max(_FLOOR, _MARGIN * eps, torch.finfo(self.rounded).eps) * scale
+        drift = max(_FLOOR * scale, _MARGIN * self.drift)
+        drifts = {key: 1e-7 * float(source.abs().max() + _FLOOR) for key, source in seen.items()}
         for _ in range(_BLURS):
-            with blurred(self.model, group, torch.finfo(self.precision).eps, self.generator):
-                noise = max(noise, distance(self.run(self.own, group, index)[0], outputs, chosen))
-        scale = _scale(self.before, outputs)
-        rounding = max(torch.finfo(self.precision).eps, torch.finfo(self.rounded).eps / _MARGIN)
-        floor = max(_MARGIN * noise, _MARGIN * rounding * scale, _FLOOR * scale)
-        return Clamp(index, outputs, seen, chosen, distance(self.before, outputs, chosen), floor)
+            with blurred(self.model, group, eps, self.generator):
+                others, seen_others = self.run(self.own, group, index)
+            rounding = max(rounding, _MARGIN * distance(others, outputs, chosen))
+            for key, source in seen.items():
+                drifts[key] = max(drifts[key], _MARGIN * float((seen_others[key] - source).abs().max()))
+        if any("heads" in consumer.ports for consumer in group.consumers):
+            drift = max(drift, rounding)  # a clamp behind the layer is not exact
+        effect = distance(self.before, outputs, chosen)
+        return Clamp(index, outputs, seen, chosen, effect, max(drift, rounding), drift, drifts)
 
     def draw_anew(self, group: Group, clamp: Clamp, frozen_norms: Mapping[str, Calls]) -> tuple[list[Tensor], Inputs]:
         """The same with the units' incoming weights drawn anew, and the norms that couple them frozen."""
@@ -149,10 +159,6 @@ class Probe:
                 self.run(self.own, group, clamp.index)
         told = {name: [call for call in calls if call is not None] for name, calls in found.items()}
         return told if all(calls and len(calls) == len(found[name]) for name, calls in told.items()) else None
-
-    def least_move(self, source: Tensor) -> float:
-        """How far an element of what a consumer reads has to move to count."""
-        return max(1e-7, 8 * torch.finfo(self.precision).eps) * float(source.abs().max() + _FLOOR)
 
     def other_examples_move(self, group: Group, clamp: Clamp, batch_dim: int) -> bool:
         """Whether changing the first example changes what a view says about another, though the outputs do not."""
