@@ -20,7 +20,7 @@ from gxd.find import find_units
 from gxd.freeze import Calls
 from gxd.layers import NamedTensors, unwrap
 from gxd.plan import Group, UnitPlan
-from gxd.probe import Clamp, Probe
+from gxd.probe import MARGIN, Clamp, Probe
 from gxd.substitute import evaluation
 
 PASSED, APPROXIMATE, INCONCLUSIVE, WRONG = "passed", "approximate", "inconclusive", "wrong"
@@ -158,10 +158,7 @@ def _verdict(probe: Probe, group: Group, batch_dim: int, units: int, tolerance: 
         return GroupCheck(group.name, INCONCLUSIVE, 0.0, detail)
     clamp = _clamp(probe, group, units)
     if not clamp.shows:
-        detail = "clamping these units does not change the outputs"
-        if clamp.effect > 0:
-            detail += " by more than rounding does" if probe.drift < clamp.effect else ", which differ from run to run"
-        return GroupCheck(group.name, INCONCLUSIVE, 0.0, detail)
+        return GroupCheck(group.name, INCONCLUSIVE, 0.0, _why_nothing_shows(probe, group, clamp))
     index = clamp.index
     norms = probe.frozen_norms(group, clamp)
     far, stray, still = _draw_anew(probe, group, clamp, norms or {})
@@ -196,6 +193,15 @@ def _clamp(probe: Probe, group: Group, units: int) -> Clamp:
     order, half = torch.randperm(group.size, generator=probe.generator), (group.size + 1) // 2
     clamp = probe.clamp(group, order[: min(units, half)].sort().values)
     return clamp if clamp.shows or half <= units else probe.clamp(group, order[:half].sort().values)
+
+
+def _why_nothing_shows(probe: Probe, group: Group, clamp: Clamp) -> str:
+    silent = [c.module for n, view in enumerate(group.views) for c in view.consumers if (n, c.module) not in clamp.seen]
+    if silent:
+        return f"{silent[0]!r} is not called on these inputs"
+    if probe.drift > 0 and clamp.effect <= MARGIN * clamp.drift:
+        return "the outputs differ from run to run: the model keeps a state, or draws random numbers of its own"
+    return f"clamping these units does not change the outputs{' by more than rounding does' if clamp.effect else ''}"
 
 
 def _draw_anew(

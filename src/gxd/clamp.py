@@ -118,12 +118,12 @@ def _clamp_heads(
 
 
 @contextmanager
-def watched(model: nn.Module, plan: UnitPlan) -> Iterator[Pass]:
-    """Within this context, one forward pass is captured: all views of the plan, in whatever mode the model is.
+def watched(model: nn.Module, plan: UnitPlan, one: Pass) -> Iterator[None]:
+    """Within this context, a forward pass is captured in ``one``: all views of the plan, in whatever mode the model is.
 
     :class:`gxd.observe.Observer` sees only training passes, on purpose; this is for looking on request.
     """
-    one, handles = Pass(whole=True), []
+    handles = []
     views = [view for group in plan.groups for view in group.views]
     try:
         for number, view in enumerate(views):
@@ -134,7 +134,7 @@ def watched(model: nn.Module, plan: UnitPlan) -> Iterator[Pass]:
                 else:
                     hook = _watch_input(one, number, consumer)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield one
+        yield
     finally:
         for handle in handles:
             handle.remove()

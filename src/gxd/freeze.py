@@ -23,9 +23,12 @@ Calls = list[OneCall]
 
 
 @contextmanager
-def recorded(model: nn.Module, norms: Sequence[Norm], index: Tensor) -> Iterator[dict[str, list[OneCall | None]]]:
-    """Within this context, what the norms return is kept; None where the elements of the units cannot be told apart."""
-    found: dict[str, list[OneCall | None]] = {norm.module: [] for norm in norms}
+def recorded(
+    model: nn.Module, norms: Sequence[Norm], index: Tensor, found: Mapping[str, list[OneCall | None]]
+) -> Iterator[None]:
+    """Within this context, what the norms return is added to ``found``, by module; None where the elements of the
+    units cannot be told apart.
+    """
     asking = False
 
     def keep(module: nn.Module, call: Call, output: Any, norm: Norm) -> None:
@@ -45,7 +48,7 @@ def recorded(model: nn.Module, norms: Sequence[Norm], index: Tensor) -> Iterator
                 keep(module, (args, kwargs), output, norm)
 
             handles.append(model.get_submodule(norm.module).register_forward_hook(hook, with_kwargs=True))
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()

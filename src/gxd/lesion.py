@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -84,15 +85,15 @@ class Lesion:
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
-    def forward(self, call: Call) -> Tensor:
+    def forward(self, call: Call, *hooks: AbstractContextManager[None]) -> Tensor:
         """The logits, on copies of everything, with gradients."""
         tensors = copies(NamedTensors(self.model))
-        return self.output(run(self.model, tensors, copied_arguments(call), self.seed))
+        return self.output(run(self.model, tensors, copied_arguments(call), self.seed, hooks))
 
     def watch(self, call: Call) -> tuple[Tensor, Pass]:
         """The logits and all views, with the graph between them."""
-        with watched(self.model, self.plan) as one:
-            logits = self.forward(call)
+        one = Pass(whole=True)
+        logits = self.forward(call, watched(self.model, self.plan, one))
         if logits.dim() < 2:
             raise ValueError(f"the model's output has shape {tuple(logits.shape)}, expected (batch, classes)")
         return logits, one
@@ -232,8 +233,8 @@ class Lesion:
         """Whether a plain clamp gives the same outputs, for the unit that changes them most and for one other."""
         before = self.forward(call).detach()
         for unit in {int(effects.argmax()), len(units) // 2}:
-            with clamped(self.model, group, units[unit : unit + 1], levels):
-                change = self.forward(call).detach() - before
+            clamp = clamped(self.model, group, units[unit : unit + 1], levels)
+            change = self.forward(call, clamp).detach() - before
             tolerance = 0.01 * float(change.abs().max()) + _rounding(before)
             if not float((outputs[unit + 1] - outputs[0] - change).abs().max()) <= tolerance:
                 return False
@@ -246,8 +247,7 @@ class Lesion:
         for call, _, _ in data.parts(length):
             before = self.forward(call).detach()
             for place, unit in enumerate(units):
-                with clamped(self.model, group, unit.view(1), levels):
-                    after = self.forward(call).detach()
+                after = self.forward(call, clamped(self.model, group, unit.view(1), levels)).detach()
                 sums[:, place] += difference(before, after.unsqueeze(0), class_dim)[:, 0]
         return sums
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from gxd.clamp import blurred, clamped
 from gxd.disturb import disturb
 from gxd.find import call_arguments
-from gxd.freeze import Calls, frozen, recorded
+from gxd.freeze import Calls, OneCall, frozen, recorded
 from gxd.layers import NamedTensors
 from gxd.observe import Reader
 from gxd.operate import operate
@@ -23,7 +23,7 @@ from gxd.substitute import Call, copied_arguments, copies, run
 
 CLAMP = 0.37  # any value will do; not 0, which would hide a missing compensation
 _FLOOR = 1e-9  # of the outputs' scale: smaller effects prove nothing, in whatever precision
-_MARGIN = 4.0  # differences up to so many times what rounding was seen to do are put down to rounding
+MARGIN = 4.0  # differences up to so many times what rounding was seen to do are put down to rounding
 _BLURS = 2  # how often rounding is looked at
 
 Inputs = dict[tuple[int, str], Tensor]  # (view, consumer) -> what it would have read
@@ -56,7 +56,7 @@ class Clamp:
     @property
     def shows(self) -> bool:
         """Whether the clamp has an effect that is clear of all rounding."""
-        return self.effect > _MARGIN * self.floor
+        return self.effect > MARGIN * self.floor
 
     def distance(self, outputs: Sequence[Tensor]) -> float:
         """Between these outputs and the clamp's."""
@@ -90,22 +90,27 @@ class Probe:
         self.drift = distance(self.before, self.run(self.own)[0])
 
     def run(
-        self, tensors: Mapping[str, Tensor], group: Group | None = None, index: Tensor | None = None, call: Any = None
+        self,
+        tensors: Mapping[str, Tensor],
+        group: Group | None = None,
+        index: Tensor | None = None,
+        hooks: Sequence[AbstractContextManager[Any]] = (),
+        call: Call | None = None,
     ) -> tuple[list[Tensor], Inputs]:
         """The outputs, and what the consumers of ``group`` would have read, with its units clamped."""
         seen: Inputs = {}
+        layers: list[Tensor] = []
 
         def see(number: int, consumer: str, source: Tensor) -> None:
-            seen[number, consumer] = source.clone()
+            if source.numel():  # an expert may be given nothing
+                seen[number, consumer] = source.clone()
 
-        layers: list[Tensor] = []
-        with ExitStack() as stack:
-            if group is not None and index is not None:
-                stack.enter_context(clamped(self.model, group, index, CLAMP, see))
-            if self.by_layer:
-                stack.enter_context(_watched_layers(self.model, layers))
-            arguments = copied_arguments(call or self.call, self.dtype)
-            returned = run(self.model, copies(tensors), arguments, self.seed)
+        if group is not None and index is not None:
+            hooks = [clamped(self.model, group, index, CLAMP, see), *hooks]
+        if self.by_layer:
+            hooks = [*hooks, _watched_layers(self.model, layers)]
+        arguments = copied_arguments(call or self.call, self.dtype)
+        returned = run(self.model, copies(tensors), arguments, self.seed, hooks)
         outputs = layers if self.by_layer else values_in(returned)
         self.rounded = _lowest(t.dtype for t in outputs)
         return [_as_real(t.detach()) for t in outputs], seen
@@ -117,15 +122,15 @@ class Probe:
         if self.by_layer:  # what lies behind the consumers; the rest does not speak of outputs
             chosen = [i for i, (a, b) in enumerate(zip(self.before, outputs, strict=False)) if not _equal(a, b)]
         scale, eps = _scale(self.before, outputs), torch.finfo(self.precision).eps
-        rounding = max(_FLOOR, _MARGIN * eps, torch.finfo(self.rounded).eps) * scale
-        drift = max(_FLOOR * scale, _MARGIN * self.drift)
+        rounding = max(_FLOOR, MARGIN * eps, torch.finfo(self.rounded).eps) * scale
+        drift = max(_FLOOR * scale, MARGIN * self.drift)
         drifts = {key: 1e-7 * float(source.abs().max() + _FLOOR) for key, source in seen.items()}
         for _ in range(_BLURS):
-            with blurred(self.model, group, eps, self.generator):
-                others, seen_others = self.run(self.own, group, index)
-            rounding = max(rounding, _MARGIN * distance(others, outputs, chosen))
+            blur = blurred(self.model, group, eps, self.generator)
+            others, seen_others = self.run(self.own, group, index, [blur])
+            rounding = max(rounding, MARGIN * distance(others, outputs, chosen))
             for key, source in seen.items():
-                drifts[key] = max(drifts[key], _MARGIN * float((seen_others[key] - source).abs().max()))
+                drifts[key] = max(drifts[key], MARGIN * float((seen_others[key] - source).abs().max()))
         if any("heads" in consumer.ports for consumer in group.consumers):
             drift = max(drift, rounding)  # a clamp behind the layer is not exact
         effect = distance(self.before, outputs, chosen)
@@ -134,8 +139,7 @@ class Probe:
     def draw_anew(self, group: Group, clamp: Clamp, frozen_norms: Mapping[str, Calls]) -> tuple[list[Tensor], Inputs]:
         """The same with the units' incoming weights drawn anew, and the norms that couple them frozen."""
         moved = self.operated(replace(group, views=()), clamp.index, scale=3.0)
-        with frozen(self.model, frozen_norms):
-            return self.run(moved, group, clamp.index)
+        return self.run(moved, group, clamp.index, [frozen(self.model, frozen_norms)])
 
     def operated(self, group: Group, index: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
         """Copies that went through the reset operator, with the clamp's value as the reference."""
@@ -154,9 +158,9 @@ class Probe:
         coupling = [norm for norm in group.norms if norm.couples]
         if not all(norm.module and norm.entries.numel() for norm in coupling):
             return None
-        with recorded(self.model, coupling, clamp.index) as found:
-            if coupling:
-                self.run(self.own, group, clamp.index)
+        found: dict[str, list[OneCall | None]] = {norm.module: [] for norm in coupling}
+        if coupling:
+            self.run(self.own, group, clamp.index, [recorded(self.model, coupling, clamp.index, found)])
         told = {name: [call for call in calls if call is not None] for name, calls in found.items()}
         return told if all(calls and len(calls) == len(found[name]) for name, calls in told.items()) else None
 
@@ -174,7 +178,7 @@ class Probe:
             return tensor.index_select(batch_dim, torch.tensor(order, device=tensor.device))
 
         swapped: Call = pytree.tree_map_only(Tensor, swap, self.call)
-        outputs_swapped, seen_swapped = self.run(self.own, group, clamp.index, swapped)
+        outputs_swapped, seen_swapped = self.run(self.own, group, clamp.index, call=swapped)
         outputs = [clamp.outputs[i] for i in clamp.chosen]
         # Where an example lies in the batch decides about its rounding, too.
         share = min(0.1, max(1e-6, 512 * torch.finfo(self.precision).eps))

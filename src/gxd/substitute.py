@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def substituted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
         yield
     finally:
         for place, before in held:
-            if list(place) == list(before):
+            if list(place.keys()) == list(before):  # scripted modules have less than a dict
                 for key, tensor in before.items():
                     if place[key] is not tensor:
                         place[key] = tensor
@@ -89,10 +89,26 @@ def copied_arguments(call: Call, dtype: torch.dtype | None = None) -> Call:
     return found
 
 
-def run(model: nn.Module, tensors: Mapping[str, Tensor], call: Call, seed: int) -> Any:
-    """What a model returns with other tensors than its own; both they and the arguments may be written to."""
+def run(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    call: Call,
+    seed: int,
+    hooks: Sequence[AbstractContextManager[Any]] = (),
+) -> Any:
+    """What a model returns with other tensors than its own.
+
+    Args:
+        model: the model; it is left as it was.
+        tensors: qualified name -> substitute. They may be written to, as may the arguments.
+        call: the arguments.
+        seed: of the random numbers that the model draws.
+        hooks: contexts to enter before the model is called, after all that puts the model back has been noted.
+    """
     seed_all(seed)
-    with torch.enable_grad(), substituted(model, tensors):
+    with torch.enable_grad(), substituted(model, tensors), ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
         return model(*call[0], **call[1])
 
 
