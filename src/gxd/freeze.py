@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gxd.plan import Norm
-from gxd.substitute import Call, copied_arguments, substituted
+from gxd.substitute import Call, substituted
 
 OneCall = list[tuple[Tensor, Tensor]]  # for each tensor it returned: the values, and which elements are the units' own
 Calls = list[OneCall]
@@ -97,7 +97,7 @@ def _own_elements(module: nn.Module, call: Call, output: Any, norm: Norm, index:
 
 def _forward(module: nn.Module, tensors: Mapping[str, Tensor], call: Call) -> list[Tensor]:
     """What its forward returns, with other tensors and the same random numbers, and without its hooks."""
-    args, kwargs = copied_arguments(call)
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, call)  # it may write to them
     devices = sorted({t.device.index or 0 for t in module.parameters() if t.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), substituted(module, tensors):
         return _values(module.forward(*args, **kwargs))

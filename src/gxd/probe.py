@@ -24,7 +24,7 @@ from gxd.substitute import Call, copied_arguments, copies, run
 CLAMP = 0.37  # any value will do; not 0, which would hide a missing compensation
 _FLOOR = 1e-9  # of the outputs' scale: smaller effects prove nothing, in whatever precision
 MARGIN = 4.0  # differences up to so many times what rounding was seen to do are put down to rounding
-_BLURS = 2  # how often rounding is looked at
+_BLURS = 2  # how often rounding is looked at; in float64 it is below the floor
 
 Inputs = dict[tuple[int, str], Tensor]  # (view, consumer) -> what it would have read
 
@@ -125,7 +125,7 @@ class Probe:
         rounding = max(_FLOOR, MARGIN * eps, torch.finfo(self.rounded).eps) * scale
         drift = max(_FLOOR * scale, MARGIN * self.drift)
         drifts = {key: 1e-7 * float(source.abs().max() + _FLOOR) for key, source in seen.items()}
-        for _ in range(_BLURS):
+        for _ in range(_BLURS if self.precision != torch.float64 else 0):
             blur = blurred(self.model, group, eps, self.generator)
             others, seen_others = self.run(self.own, group, index, [blur])
             rounding = max(rounding, MARGIN * distance(others, outputs, chosen))
