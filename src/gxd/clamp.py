@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,37 @@ def clamped(
             handle.remove()
 
 
+@contextmanager
+def blurred(model: nn.Module, group: Group, eps: float, generator: torch.Generator) -> Iterator[None]:
+    """Within this context, all that the consumers of a group read is off by a relative ``eps``, up or down: what a sum
+    that is rounded in another order does to the outputs.
+    """
+
+    def blur(tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+        return tensor * (1 + eps * signs)
+
+    def hook_input(module: nn.Module, args: Any, kwargs: Any, ports: tuple[str, ...]) -> Any:
+        return replace_arguments(ports, args, kwargs, blur)
+
+    def hook_heads(module: nn.Module, args: Any, output: Any) -> Any:
+        return (blur(output[0]), *output[1:])
+
+    handles = []
+    try:
+        for consumer in group.consumers:
+            module = model.get_submodule(consumer.site)
+            if "heads" in consumer.ports:
+                handles.append(module.register_forward_hook(hook_heads))
+            else:
+                hook = partial(hook_input, ports=consumer.ports)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _clamp_input(
     view: View, consumer: Consumer, columns: Tensor, levels: Tensor, number: int, see: See | None
 ) -> Callable[..., Any]:
@@ -86,12 +118,12 @@ def _clamp_heads(
 
 
 @contextmanager
-def watched(model: nn.Module, plan: UnitPlan) -> Iterator[Pass]:
-    """Within this context, one forward pass is captured: all views of the plan, in whatever mode the model is.
+def watched(model: nn.Module, plan: UnitPlan, one: Pass) -> Iterator[None]:
+    """Within this context, a forward pass is captured in ``one``: all views of the plan, in whatever mode the model is.
 
     :class:`gxd.observe.Observer` sees only training passes, on purpose; this is for looking on request.
     """
-    one, handles = Pass(whole=True), []
+    handles = []
     views = [view for group in plan.groups for view in group.views]
     try:
         for number, view in enumerate(views):
@@ -102,7 +134,7 @@ def watched(model: nn.Module, plan: UnitPlan) -> Iterator[Pass]:
                 else:
                     hook = _watch_input(one, number, consumer)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield one
+        yield
     finally:
         for handle in handles:
             handle.remove()

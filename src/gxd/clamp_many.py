@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, functionalize
+from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
 from gxd.layers import LINEAR, LINEAR_TRANSPOSED, is_plain_call
 from gxd.observe import replace_arguments
 from gxd.plan import Consumer, Group, View
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the model
+from gxd.substitute import Call, substituted
 
 
 def can_clamp_many(group: Group) -> bool:
@@ -45,11 +44,11 @@ def outputs_clamped(
 
     Args:
         model: in evaluation mode.
-        tensors: parameters and buffers by name; no gradient is needed.
+        tensors: parameters and buffers by name, to be used instead of the model's own.
         group: the group of the units.
         units: ``(k,)`` which ones.
         references: ``(views, size)`` what they are clamped to.
-        call: the arguments of the model.
+        call: the arguments of the model, which may be written to.
         output: takes the tensor of interest from what the model returns.
     """
     slots = torch.cat([units[:1], units])  # the first slot is the undisturbed one; its unit does not matter
@@ -57,13 +56,13 @@ def outputs_clamped(
     copies = [_slots(view, slots, on, level, tensors) for view, level in zip(group.views, references, strict=True)]
 
     def one(clamps: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor], call: Call) -> Tensor:
-        with _hooked(model, group, clamps):
-            return output(functional_call(model, dict(tensors), call[0], call[1], tie_weights=False))
+        with substituted(model, tensors), _hooked(model, group, clamps):
+            return output(model(*call[0], **call[1]))
 
     # In-place operations between copies and what they share are only possible in functional form.
     run = torch.vmap(functionalize(one), in_dims=(0, None, None), randomness="same")
     with torch.no_grad(), _PlainBatchNorm():
-        return run(copies, dict(tensors), call)
+        return run(copies, {name: tensor.detach() for name, tensor in tensors.items()}, call)
 
 
 def _slots(view: View, units: Tensor, on: Tensor, level: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

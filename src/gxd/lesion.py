@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from gxd.clamp import clamped, watched
-from gxd.clamp_many import Call, can_clamp_many, outputs_clamped
+from gxd.clamp_many import can_clamp_many, outputs_clamped
 from gxd.directions import Direction, direction_of, random_signs
 from gxd.errors import ObservationWarning
 from gxd.find import call_arguments
@@ -23,6 +23,7 @@ from gxd.observe import Gradients, Pass, Reader, sum_of
 from gxd.plan import Group, UnitPlan
 from gxd.score import Utility
 from gxd.statistics import Statistics
+from gxd.substitute import Call, copied_arguments, copies, run, seed_all
 from gxd.tally import Tally, view_numbers
 
 _MOST_UNITS = 256  # clamped in one forward pass
@@ -84,30 +85,15 @@ class Lesion:
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
-    def forward(self, call: Call, gradients: bool) -> Tensor:
-        """The logits. With gradients also through frozen parameters: fused attention would hide its layers."""
-        own = NamedTensors(self.model)
-        parameters = {id(p) for p in self.model.parameters()}
-        copies: dict[int, Tensor] = {}
-        for tensor in own.values():
-            is_parameter = id(tensor) in parameters and tensor.is_floating_point()
-            copy = tensor.detach().requires_grad_(gradients) if is_parameter else tensor.detach().clone()
-            copies.setdefault(id(tensor), copy)
-        tensors = {name: copies[id(tensor)] for name, tensor in own.items()}
-        self._seed()
-        with torch.set_grad_enabled(gradients):
-            return self.output(functional_call(self.model, tensors, call[0], call[1], tie_weights=False))
-
-    def _seed(self) -> None:
-        """A model that draws random numbers in evaluation draws the same ones every time."""
-        torch.default_generator.manual_seed(self.seed)
-        if torch.cuda.is_initialized():  # else torch.manual_seed would only write down, slowly, where it was called
-            torch.cuda.manual_seed_all(self.seed)
+    def forward(self, call: Call, *hooks: AbstractContextManager[None]) -> Tensor:
+        """The logits, on copies of everything, with gradients."""
+        tensors = copies(NamedTensors(self.model))
+        return self.output(run(self.model, tensors, copied_arguments(call), self.seed, hooks))
 
     def watch(self, call: Call) -> tuple[Tensor, Pass]:
         """The logits and all views, with the graph between them."""
-        with watched(self.model, self.plan) as one:
-            logits = self.forward(call, gradients=True)
+        one = Pass(whole=True)
+        logits = self.forward(call, watched(self.model, self.plan, one))
         if logits.dim() < 2:
             raise ValueError(f"the model's output has shape {tuple(logits.shape)}, expected (batch, classes)")
         return logits, one
@@ -222,14 +208,15 @@ class Lesion:
     def _clamp_many(self, number: int, units: Tensor, levels: Tensor, data: Data, class_dim: int) -> Tensor | None:
         """``(2, units)`` L1 and KL, summed over the examples; None, with a warning, if it has to be done one by one."""
         group = self.plan.groups[number]
-        tensors = {name: tensor.detach() for name, tensor in NamedTensors(self.model).items()}
-        elements = _ELEMENTS_CPU if tensors[group.producers[0].weight].device.type == "cpu" else _ELEMENTS
+        named = NamedTensors(self.model)
+        elements = _ELEMENTS_CPU if named[group.producers[0].weight].device.type == "cpu" else _ELEMENTS
         length = max(1, elements // (self._elements_behind(number) * len(units)))
         changes = []
         for call, _, _ in data.parts(length):
-            self._seed()
+            tensors, arguments = copies(named), copied_arguments(call)
+            seed_all(self.seed)
             try:
-                outputs = outputs_clamped(self.model, tensors, group, units, levels, call, self.output)
+                outputs = outputs_clamped(self.model, tensors, group, units, levels, arguments, self.output)
             except Exception as error:  # vmap refuses in many ways; all of them mean that the slow way is needed
                 first = next((line for line in str(error).splitlines() if line.strip()), "")
                 self._warn(group, f"{type(error).__name__}: {first[:200]}")
@@ -244,10 +231,10 @@ class Lesion:
         self, group: Group, units: Tensor, levels: Tensor, call: Call, outputs: Tensor, effects: Tensor
     ) -> bool:
         """Whether a plain clamp gives the same outputs, for the unit that changes them most and for one other."""
-        before = self.forward(call, gradients=True).detach()
+        before = self.forward(call).detach()
         for unit in {int(effects.argmax()), len(units) // 2}:
-            with clamped(self.model, group, units[unit : unit + 1], levels):
-                change = self.forward(call, gradients=True).detach() - before
+            clamp = clamped(self.model, group, units[unit : unit + 1], levels)
+            change = self.forward(call, clamp).detach() - before
             tolerance = 0.01 * float(change.abs().max()) + _rounding(before)
             if not float((outputs[unit + 1] - outputs[0] - change).abs().max()) <= tolerance:
                 return False
@@ -258,10 +245,9 @@ class Lesion:
     ) -> Tensor:
         sums = torch.zeros(2, len(units), dtype=torch.float64)
         for call, _, _ in data.parts(length):
-            before = self.forward(call, gradients=True).detach()
+            before = self.forward(call).detach()
             for place, unit in enumerate(units):
-                with clamped(self.model, group, unit.view(1), levels):
-                    after = self.forward(call, gradients=True).detach()
+                after = self.forward(call, clamped(self.model, group, unit.view(1), levels)).detach()
                 sums[:, place] += difference(before, after.unsqueeze(0), class_dim)[:, 0]
         return sums
 

@@ -7,8 +7,7 @@ utility is good if it ranks the units as the shocks do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from gxd.plan import UnitPlan
 from gxd.ranks import mean_of_lowest, spearman
 from gxd.score import Utility, get_utility
 from gxd.score import utilities as registered
+from gxd.substitute import evaluation
 
 METRICS = ("l1", "kl")
 ByGroup = dict[str, float]
@@ -177,7 +177,7 @@ def reset_cost(
     probes = Data(_probe_inputs(probe, inputs), None, plan.batch_dim, "probe")
     lesion = Lesion(model, plan, _checked(output) if output is not None else _logits, positions, seed)
     units = [_some(group.size, units_per_group, seed) for group in plan.groups]
-    with _as_found(model):
+    with evaluation(model):
         classes = _class_dim(lesion, data, probes, class_dim)
         references = lesion.references(data, chunk)
         scores = lesion.scores(data, wanted, references, loss, classes, chunk, all_logit_examples)
@@ -278,20 +278,6 @@ def _class_dim(lesion: Lesion, data: Data, probes: Data, given: int | None) -> i
         if not bool(few.isfinite().all()):
             raise ValueError(f"the model's outputs on the {name} data are not finite (NaN or inf)")
     return class_axis(logits, target, given)
-
-
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; then modes and random state as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            model.eval()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _mean(by_group: ByGroup) -> float:
