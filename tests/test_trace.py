@@ -222,6 +222,14 @@ def test_a_reset_by_the_joint_plan_cuts_the_units_off_in_every_call(call):
     torch.testing.assert_close(model(*args, **kwargs), before, rtol=0, atol=0)
 
 
+def test_the_check_goes_through_all_calls():
+    model = Heads()
+    report = gxd.check(model, CALLS)
+    assert {g.name: g.status for g in report.groups} == {"body": "passed", "middle": "passed"}
+    wrong = gxd.check(model, CALLS, plan=gxd.find_units(model, X))  # which does not know of the auxiliary head
+    assert wrong["body"].status == "wrong"
+
+
 def test_the_order_of_the_calls_does_not_matter():
     one, other = gxd.find_units(Heads(), CALLS), gxd.find_units(Heads(), CALLS[::-1])
     assert {g.name: {c.module for c in g.consumers} for g in one.groups} == {

@@ -71,7 +71,7 @@ class ContinualBackprop:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
+        example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | None = None,
         plan: UnitPlan | None = None,
         utility: str = "gxd",
         replacement_rate: float = 1e-4,

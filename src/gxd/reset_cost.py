@@ -168,7 +168,7 @@ def reset_cost(
     wanted = _utilities(utilities, target)
     model = unwrap(model)
     if plan is None:
-        plan = find_units(model, _first_two(inputs))
+        plan = find_units(model, inputs)
     expect.plan(plan)
     if not plan.groups:
         raise ValueError("the plan has no group, so there is nothing to clamp: print(plan) says why")
@@ -237,11 +237,6 @@ def _fraction(value: float) -> float:
     if not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"fraction={value!r} must be a number above 0, at most 1")
     return float(value)
-
-
-def _first_two(inputs: Any) -> Any:
-    args, kwargs = Data(inputs, None, 0, "calibration").part(0, 2)[0]
-    return kwargs if isinstance(inputs, Mapping) else args
 
 
 def _some(size: int, wanted: int | None, seed: int) -> Tensor:

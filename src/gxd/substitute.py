@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gxd.layers import NamedTensors
+from gxd.snapshot import as_found
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the model
 
@@ -32,13 +33,19 @@ def substituted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
     marks = [(module._non_persistent_buffers_set, set(module._non_persistent_buffers_set)) for module in modules]
     named = NamedTensors(model)
     instead = {id(named[name]): substitute for name, substitute in tensors.items()}
+    # Recurrent layers keep their weights in a list, too.
+    lists = [(one, list(one)) for m in modules for one in vars(m).values() if type(one) is list]
     try:
+        for one, before_it in lists:
+            one[:] = [instead.get(id(entry), entry) for entry in before_it]
         for place, before in held:
             for key, tensor in before.items():
                 if id(tensor) in instead:
                     place[key] = instead[id(tensor)]
         yield
     finally:
+        for one, before_it in lists:
+            one[:] = before_it
         for place, before in held:
             if list(place.keys()) == list(before):  # scripted modules have less than a dict
                 for key, tensor in before.items():
@@ -105,8 +112,9 @@ def run(
         seed: of the random numbers that the model draws.
         hooks: contexts to enter before the model is called, after all that puts the model back has been noted.
     """
-    seed_all(seed)
-    with torch.enable_grad(), substituted(model, tensors), ExitStack() as stack:
+    # A cache that one run fills must not serve the next, whose tensors are others.
+    with as_found(model, values=True), torch.enable_grad(), substituted(model, tensors), ExitStack() as stack:
+        seed_all(seed)
         for hook in hooks:
             stack.enter_context(hook)
         return model(*call[0], **call[1])
@@ -121,19 +129,14 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, so that dropout and batch statistics do not blur a comparison; then the modes and the random
-    state as they were. The modes are set as they are: a ``train()`` of the model's own may merge or fold its weights.
+    """Evaluation mode, so that dropout and batch statistics do not blur a comparison; then everything as it was.
+
+    The modes are set as they are: a ``train()`` of the model's own may merge or fold its weights.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({t.device.index or 0 for t in NamedTensors(model).values() if t.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            for module, _ in modes:
-                module.training = False
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with as_found(model, values=True):
+        for module in model.modules():
+            module.training = False
+        yield
 
 
 def _fresh(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
