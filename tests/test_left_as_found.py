@@ -270,6 +270,44 @@ def test_no_fake_tensor_is_left_anywhere_and_the_model_returns_real_ones(kind):
     copy.deepcopy(kind())
 
 
+class CachesItsType(Net):
+    """A cache that would serve numbers of another precision, or of other weights, afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.count, self.steps = {}, 0, torch.zeros(())
+
+    def scale(self, h):
+        self.count += 1
+        self.steps += 1  # a tensor that is neither a parameter nor a buffer, written in place
+        if "w" not in self.cache:
+            self.cache["w"] = self.fc1.weight.sum(1)
+        return h * self.cache["w"]
+
+
+@pytest.mark.filterwarnings("ignore:.*clamped one by one")
+@pytest.mark.parametrize("kind", [*NETS, CachesItsType], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("use", ["check", "reset_cost"])
+def test_check_and_reset_cost_leave_the_model_and_all_it_reaches_as_it_was(kind, use):
+    cached_scale.cache_clear()
+    model = kind()
+    plan = gxd.find_units(model, groups=[gxd.hand_group("fc1", consumers="fc2")])
+    before = world(model)
+    if use == "check":
+        gxd.check(model, X, plan=plan)
+    else:
+        gxd.reset_cost(model, (X, torch.arange(6) % 3), X, plan=plan)
+    assert world(model) == before
+    if kind is not Registers:
+        copy.deepcopy(model)
+
+
+def test_no_run_of_a_check_sees_what_another_has_cached():
+    """The weights of each run are others, so that a cache of what was computed from them would be wrong."""
+    report = gxd.check(CachesItsType(), X, plan=gxd.find_units(Net(), X))
+    assert report["fc1"].status == "passed"
+
+
 def test_a_cache_that_was_warm_stays_warm():
     cached_scale.cache_clear()
     model, warm = CachedFunction(), cached_scale(8)

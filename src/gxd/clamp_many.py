@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gxd.layers import LINEAR, LINEAR_TRANSPOSED, is_plain_call
 from gxd.observe import replace_arguments
 from gxd.plan import Consumer, Group, View
+from gxd.snapshot import as_found
 from gxd.substitute import Call, substituted
 
 
@@ -61,7 +62,7 @@ def outputs_clamped(
 
     # In-place operations between copies and what they share are only possible in functional form.
     run = torch.vmap(functionalize(one), in_dims=(0, None, None), randomness="same")
-    with torch.no_grad(), _PlainBatchNorm():
+    with as_found(model, values=True), torch.no_grad(), _PlainBatchNorm():
         return run(copies, {name: tensor.detach() for name, tensor in tensors.items()}, call)
 
 
