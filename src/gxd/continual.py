@@ -16,7 +16,9 @@ from gxd.errors import NonFiniteWarning, ObservationError, ObservationWarning, P
 from gxd.find import find_units
 from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
-from gxd.operate import clear_optimizer_state, operate
+from gxd.operate import operate
+from gxd.optimizers import check_state as check_optimizers
+from gxd.optimizers import stepping
 from gxd.plan import Group, UnitPlan, tensor_names
 from gxd.processes import Processes
 from gxd.score import Utility, get_utility
@@ -87,9 +89,10 @@ class ContinualBackprop:
         expect.module(model)
         self._optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for one in self._optimizers:
-            expect.optimizer(one, hooks=True)
+            expect.optimizer(one)
         if not self._optimizers:
             raise ValueError("optimizer is an empty list: give the optimizer that trains the model")
+        last = stepping(self._optimizers[-1])
         expect.switch("compensate", compensate)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
@@ -133,7 +136,7 @@ class ContinualBackprop:
             begin=self._forget_skipped_step,
             reduce=self._processes.sum if self._processes.several else None,
         )
-        last = self._optimizers[-1]
+        self._looked_at = -1  # how many entries the optimizers' state had when it was last checked
         self._depth = 0
         self._hooks: list[Any] = [
             last.register_step_pre_hook(self._before_step),
@@ -269,17 +272,30 @@ class ContinualBackprop:
         if _was_skipped(optimizer):
             self._scorer.forget()
             return
-        if self._scorer.observer.active:
-            self._scorer.finish()
-        self._advance()
+        before = self._statistics.now()
+        try:
+            if self._scorer.observer.active:
+                self._scorer.finish()
+            self._advance()
+        except BaseException:
+            self._statistics.take_back(before)
+            raise
 
     def _advance(self) -> None:
-        """The statistics are up to date: count the step, and reset what is due."""
-        self._statistics.step += 1
-        due = [schedule.advance(self._statistics.step) for schedule in self._schedules]
-        self.last_resets = {}
-        if any(due):
-            self._reset(due)
+        """The statistics are up to date: count the step, and reset what is due. If that fails, it is not counted."""
+        step, resets = self._statistics.step + 1, (self.last_resets, self.total_resets)
+        try:
+            self._statistics.step, self.last_resets = step, {}
+            due = [schedule.advance(step) for schedule in self._schedules]
+            self._look_at_optimizers()
+            if any(due):
+                self._reset(due)
+        except BaseException:
+            self._statistics.step, (self.last_resets, self.total_resets) = step - 1, resets
+            for schedule in self._schedules:
+                schedule.undo(step)
+            self._scorer.observer.active = self._is_scored()
+            raise
         if any(due) or self._statistics.alarm:
             self._warn_of_nonfinite()
         self._scorer.observer.active = self._is_scored()
@@ -306,18 +322,30 @@ class ContinualBackprop:
         if not selection:
             return
         chosen = list(selection.values())
-        operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
-        for optimizer in self._optimizers:
-            clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
-        statistics.forget(
+        forgetting = statistics.forgetting(
             side_by_side([index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]),
             side_by_side(
                 [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
             ),
         )
-        for group, index in chosen:
-            self.last_resets[group.name] = index
-            self.total_resets += len(index)
+        operate(
+            self._tensors,
+            chosen,
+            self._references(selection) if self.compensate else {},
+            self._generator,
+            optimizers=self._optimizers,
+            step_policy=self.step_policy,
+            also=forgetting,
+        )
+        self.last_resets = {group.name: index for group, index in chosen}
+        self.total_resets += sum(len(index) for _, index in chosen)
+
+    def _look_at_optimizers(self) -> None:
+        """State that a reset could not be carried over to is refused as soon as it is there, not hours later."""
+        entries = sum(len(getattr(one, "state", ())) for one in self._optimizers)
+        if entries != self._looked_at:
+            check_optimizers(self._optimizers, self._tensors)
+            self._looked_at = entries
 
     # --- help ---------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,5 @@ class ObservationWarning(UserWarning):
     """Forward passes pile up that nothing observes."""
 
 
-class ResetWarning(UserWarning):
-    """Something about a reset could not be done exactly, for instance optimizer state of an unknown shape."""
-
-
 class CompileWarning(UserWarning):
     """A compiled step could not be compiled, and runs eagerly. The message says why."""
