@@ -279,6 +279,7 @@ class ContinualBackprop:
             self._advance()
         except BaseException:
             self._statistics.take_back(before)
+            self._scorer.forget()
             raise
 
     def _advance(self) -> None:

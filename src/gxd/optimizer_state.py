@@ -134,7 +134,7 @@ def _why_not(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "it is no tensor and no number, and may hold anything"
     if _is_coded(value):
-        return "its elements are codes, or parts of something larger: to set one to 0 need not make it 0"
+        return "its elements are codes (8-bit, quantised, sharded): to write 0 need not make it 0; keep it in 32 bits"
     return "gxd does not know whether it remembers gradients or is a copy of the weights"
 
 
@@ -201,6 +201,7 @@ _enter("exp_avg_sq_r exp_avg_sq_c", _ZERO)  # Adafactor of Big Vision
 # Memories that do not begin with 0: near it, they would make a step of any length
 _enter("square_avg", Known(GRADIENT, 1.0), "RMSpropTF RMSPropTF")
 _enter("exp_avg_sq", Known(KEEP), "ADOPT Adopt")  # begins with the square of the first gradient
+_enter("exp_avg_sq", Known(REFUSED, why="each step projects the rows to a norm and a mean, zero columns too"), "Nero")
 
 # Copies of the weights
 _enter("slow_buffer slow_param slow_params slow_weights lookahead_slow_buff", _COPY)  # Lookahead, Ranger

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd.errors import PlanError
@@ -102,8 +102,8 @@ def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
 
 def _parts(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """What is in a value: itself, or the entries of lists and dicts."""
-    if isinstance(value, (list, tuple)):
-        plain = not value or isinstance(value[0], (bool, int, float, str))  # a history of losses may be long
+    if isinstance(value, (list, tuple, deque, set)):
+        plain = isinstance(next(iter(value), 0), (bool, int, float, str))  # a history of losses may be long
         values: Iterable[Any] = () if plain else value
     elif isinstance(value, Mapping):
         values = value.values()
@@ -156,22 +156,16 @@ def keepers(optimizers: Iterable[Any]) -> list[Keeper]:
         state = getattr(one, "state", None)
         kept = [state] if isinstance(state, Mapping) else []
         for name, value, around in _hanging(one):
-            tensors = [part for part in _parts(value) if isinstance(part, Tensor)]
-            if not tensors:
-                continue
-            if isinstance(value, Mapping) and all(isinstance(key, Tensor) for key in value):
+            if isinstance(value, Mapping) and value and all(isinstance(key, Tensor) for key in value):
                 nested = all(isinstance(entry, Mapping) for entry in value.values())
                 kept.append(value if nested else {p: {name: entry} for p, entry in value.items()})
-            elif _is_aligned(value, around):
-                kept.append(
-                    {
-                        p: {name: t}
-                        for p, t in zip(_flat(around), _flat(value), strict=True)
-                        if t is not p and t is not p.grad
-                    }
-                )
-            else:
-                _refuse_loose(one, classes, name, tensors)
+                continue
+            tensors = [part for part in _parts(value) if isinstance(part, Tensor)]
+            foreign = [tensor for tensor in tensors if not _is_own(tensor, around)]
+            if len(foreign) == len(tensors) and _is_aligned(value, around):
+                kept.append({p: {name: t} for p, t in zip(_parts(around), tensors, strict=True)})
+            elif foreign:
+                _refuse_loose(classes, name, foreign, around)
         for values in kept:
             _refuse_shared(values, classes)
             if id(values) in found:  # a wrapper that shows the state of the optimizer inside
@@ -275,26 +269,33 @@ def _without_repeats(
 # --- what is kept elsewhere -------------------------------------------------------------------------------------------
 
 
-def _hanging(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
+def _hanging(optimizer: Any) -> Iterator[tuple[str, Any, list[list[Tensor]]]]:
     """What hangs on an optimizer, and on its parameter groups, outside its state: name, value, and the parameters that
-    it would be aligned with.
+    it may be about, group by group.
     """
     groups = getattr(optimizer, "param_groups", ())
     for name, value in _attributes(optimizer):
-        yield name, value, [group["params"] for group in groups]
+        around = [group["params"] for group in groups]
+        if isinstance(value, nn.Module):  # a copy of the model, or a list of copies; or the model itself
+            value = list(value.parameters())
+            if any(_is_own(p, around) for p in value):
+                continue
+        yield name, value, around
     for group in groups:
         for name, value in group.items():
             if name != "params" and isinstance(value, (Tensor, list, tuple, dict)):
-                yield name, value, group["params"]
+                yield name, value, [group["params"]]
 
 
-def _flat(nested: Any) -> list[Any]:
-    return list(_parts(nested))
+def _is_own(tensor: Tensor, around: list[list[Tensor]]) -> bool:
+    """Whether this is one of the parameters, or the gradient of one, and no copy."""
+    place = tensor.data_ptr()
+    return any(t is not None and t.data_ptr() == place for params in around for p in params for t in (p, p.grad))
 
 
-def _is_aligned(value: Any, around: Any) -> bool:
+def _is_aligned(value: Any, around: list[list[Tensor]]) -> bool:
     """Whether these are tensors in the order and the shapes of the parameters, flat or in the same lists."""
-    tensors, parameters = _flat(value), _flat(around)
+    tensors, parameters = list(_parts(value)), [p for params in around for p in params]
     return (
         isinstance(value, (list, tuple))
         and len(tensors) == len(parameters)
@@ -302,18 +303,16 @@ def _is_aligned(value: Any, around: Any) -> bool:
     )
 
 
-def _refuse_loose(optimizer: Any, classes: tuple[str, ...], name: str, tensors: Iterable[Tensor]) -> None:
+def _refuse_loose(classes: tuple[str, ...], name: str, tensors: list[Tensor], around: list[list[Tensor]]) -> None:
     """Raise PlanError for tensors that look like copies of parameters, if one cannot tell of which."""
     known = meaning_of(name, classes)
     if known is not None and known.kind == KEEP:
         return
-    groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
-    own = {id(t) for params in groups for p in params for t in (p, p.grad)}
-    shapes = {p.shape for params in groups for p in params}
-    sizes = [sum(p.numel() for p in params) for params in groups]
+    shapes = {p.shape for params in around for p in params}
+    sizes = [sum(p.numel() for p in params) for params in around]
     sizes.append(sum(sizes))  # all parameters of a group, or of all, in one
     for tensor in tensors:
-        if id(tensor) not in own and tensor.numel() > 1 and (tensor.shape in shapes or tensor.numel() in sizes):
+        if tensor.numel() > 1 and (tensor.shape in shapes or tensor.numel() in sizes):
             why = "it may be a copy of parameters, and one cannot tell which part belongs to which"
             _refuse(classes[0], name, tensor, "", why)
 
@@ -336,6 +335,6 @@ def _refuse(optimizer: str, key: Any, value: Any, of: str, why: str) -> NoReturn
     raise PlanError(
         f"the optimizer {optimizer} keeps {key!r}{of} ({what}), and a reset cannot be carried over to it: {why}. "
         "Nothing was reset. Train with another optimizer (docs/optimizers.md lists those that are known) or, if you "
-        f"know what it is, say so: gxd.register_optimizer_state({key!r}, 'gradient' | 'weights' | 'keep', "
+        f"know what it is, say so: gxd.register_optimizer_state({key!r}, 'gradient' or 'weights' or 'keep', "
         f"optimizer={optimizer!r})"
     )
