@@ -17,15 +17,16 @@ from gxd.find import find_units
 from gxd.guards import STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
 from gxd.operate import operate
-from gxd.optimizers import check_state as check_optimizers
-from gxd.optimizers import stepping
+from gxd.optimizers import NewState
 from gxd.plan import Group, UnitPlan, tensor_names
 from gxd.processes import Processes
 from gxd.score import Utility, get_utility
 from gxd.scorer import Scorer
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
+from gxd.step_hooks import hook_steps, stepping
 from gxd.tally import side_by_side
+from gxd.writes import SetEntry
 
 
 class ContinualBackprop:
@@ -92,7 +93,7 @@ class ContinualBackprop:
             expect.optimizer(one)
         if not self._optimizers:
             raise ValueError("optimizer is an empty list: give the optimizer that trains the model")
-        last = stepping(self._optimizers[-1])
+        stepping(self._optimizers[-1])
         expect.switch("compensate", compensate)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
@@ -111,6 +112,7 @@ class ContinualBackprop:
         self.scaler, self._processes = scaler, Processes(process_group)
 
         self._tensors = NamedTensors(self.model, self.plan.shapes)
+        self._check_new_state = NewState(self._optimizers, self._tensors)
         first = self._tensors[self.plan.groups[0].producers[0].weight]
         # One observation stands for score_every steps.
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
@@ -136,12 +138,8 @@ class ContinualBackprop:
             begin=self._forget_skipped_step,
             reduce=self._processes.sum if self._processes.several else None,
         )
-        self._looked_at = -1  # how many entries the optimizers' state had when it was last checked
         self._depth = 0
-        self._hooks: list[Any] = [
-            last.register_step_pre_hook(self._before_step),
-            last.register_step_post_hook(self._after_step),
-        ]
+        self._hooks = hook_steps(self._optimizers[-1], self._after_step, self._before_step)
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
@@ -273,26 +271,24 @@ class ContinualBackprop:
             self._scorer.forget()
             return
         before = self._statistics.now()
-        try:
-            if self._scorer.observer.active:
-                self._scorer.finish()
-            self._advance()
-        except BaseException:
-            self._statistics.take_back(before)
-            self._scorer.forget()
-            raise
+        if self._scorer.observer.active:
+            self._scorer.finish()
+        self._advance(before)
 
-    def _advance(self) -> None:
-        """The statistics are up to date: count the step, and reset what is due. If that fails, it is not counted."""
-        step, resets = self._statistics.step + 1, (self.last_resets, self.total_resets)
+    def _advance(self, before: dict[str, Any]) -> None:
+        """The statistics are up to date: count the step, and reset what is due. If that fails, the step counts for
+        nothing: they are again what they were ``before`` it was observed.
+        """
+        step, resets = self._statistics.step + 1, self.last_resets
         try:
             self._statistics.step, self.last_resets = step, {}
             due = [schedule.advance(step) for schedule in self._schedules]
-            self._look_at_optimizers()
+            self._check_new_state()
             if any(due):
                 self._reset(due)
         except BaseException:
-            self._statistics.step, (self.last_resets, self.total_resets) = step - 1, resets
+            self._statistics.take_back(before)
+            self.last_resets = resets
             for schedule in self._schedules:
                 schedule.undo(step)
             self._scorer.observer.active = self._is_scored()
@@ -329,6 +325,10 @@ class ContinualBackprop:
                 [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
             ),
         )
+        counts = {
+            "last_resets": {group.name: index for group, index in chosen},
+            "total_resets": self.total_resets + sum(len(index) for _, index in chosen),
+        }
         operate(
             self._tensors,
             chosen,
@@ -336,17 +336,8 @@ class ContinualBackprop:
             self._generator,
             optimizers=self._optimizers,
             step_policy=self.step_policy,
-            also=forgetting,
+            also=[*forgetting, *(SetEntry(vars(self), name, value) for name, value in counts.items())],
         )
-        self.last_resets = {group.name: index for group, index in chosen}
-        self.total_resets += sum(len(index) for _, index in chosen)
-
-    def _look_at_optimizers(self) -> None:
-        """State that a reset could not be carried over to is refused as soon as it is there, not hours later."""
-        entries = sum(len(getattr(one, "state", ())) for one in self._optimizers)
-        if entries != self._looked_at:
-            check_optimizers(self._optimizers, self._tensors)
-            self._looked_at = entries
 
     # --- help ---------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,13 @@
-"""Optimizers as they come, wrapped and nested: which one steps, what they keep, and how a reset carries over to it."""
+"""Optimizers as they come, wrapped and nested: what they keep, and how a reset carries over to it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gxd.errors import PlanError
 from gxd.optimizer_state import (
@@ -25,7 +24,6 @@ from gxd.optimizer_state import (
 from gxd.writes import SetEntry, Whole, Write
 
 _DEPTH = 3  # of lists and dicts that are looked into
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 # --- optimizers inside optimizers -------------------------------------------------------------------------------------
@@ -44,48 +42,19 @@ def all_inside(optimizers: Iterable[Any]) -> list[Any]:
         one = waiting.pop(0)
         if id(one) not in found:
             found[id(one)] = one
-            waiting += [part for _, value in _attributes(one) for part in _parts(value) if is_optimizer(part)]
+            waiting += directly_inside(one)
     return list(found.values())
+
+
+def directly_inside(optimizer: Any) -> list[Any]:
+    """The optimizers that an optimizer holds."""
+    return [part for _, value in _attributes(optimizer) for part in _parts(value) if is_optimizer(part)]
 
 
 def trained_by(optimizers: Iterable[Any]) -> list[Tensor]:
     """All parameters of these optimizers, and of those inside them."""
     groups = (group for one in all_inside(optimizers) for group in getattr(one, "param_groups", ()))
     return list({id(p): p for group in groups for p in group["params"]}.values())
-
-
-def stepping(optimizer: Any) -> Any:
-    """The optimizer whose step hooks are called when this one has stepped. Raises TypeError if there is none.
-
-    A wrapper that only passes calls on (its state is the one of the optimizer inside) may be called without a step
-    being made, so the hooks are those of the optimizer inside. One that has a state of its own takes part in the step,
-    and is hooked itself; if its class does not call ``Optimizer.__init__``, it gets what that would have made.
-    """
-    if _has_hooks(optimizer):
-        return optimizer
-    inside, state = all_inside([optimizer])[1:], getattr(optimizer, "state", None)
-    if isinstance(optimizer, Optimizer) and not any(one.state is state for one in inside):
-        for name in _HOOKS:
-            vars(optimizer).setdefault(name, OrderedDict())
-        optimizer._patch_step_function()
-        return optimizer
-    for one in reversed(inside):
-        if _has_hooks(one):
-            return one
-    raise TypeError(
-        f"the optimizer {type(optimizer).__name__} has no step hooks (register_step_post_hook), and there is no "
-        "torch.optim.Optimizer inside it: give the optimizer that updates the parameters"
-    )
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    """Whether step hooks can be registered, and will be called: torch puts them around the ``step`` of a class when
-    the first of its instances is made by ``Optimizer.__init__``.
-    """
-    kind = type(optimizer)
-    if isinstance(optimizer, Optimizer):
-        return all(name in vars(optimizer) for name in _HOOKS) and getattr(kind.step, "hooked", False)
-    return callable(getattr(kind, "register_step_post_hook", None))
 
 
 def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
@@ -185,6 +154,21 @@ def check_state(optimizers: Iterable[Any], names: Mapping[str, Tensor]) -> None:
         for parameter in keeper.values:
             if isinstance(parameter, Tensor):
                 keeper.understood(parameter, names)
+
+
+class NewState:
+    """Checks the state of optimizers whenever it has new entries: what cannot be reset is refused as soon as it is
+    there, not hours later.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[str, Tensor]) -> None:
+        self.optimizers, self.names, self.entries = optimizers, names, -1
+
+    def __call__(self) -> None:
+        entries = sum([len(getattr(one, "state", ())) for one in self.optimizers])
+        if entries != self.entries:
+            check_state(self.optimizers, self.names)
+            self.entries = entries
 
 
 def follow(
