@@ -96,12 +96,13 @@ def test_what_does_not_begin_with_zero_is_reset_to_what_it_begins_with():
     assert nadam.state[weight]["mu_product"].item() == 1.0
 
 
-def test_an_average_of_weights_is_left_alone_and_said_so():
-    weight, asgd = trained_by(torch.optim.ASGD)
+def test_an_average_of_weights_begins_anew_with_the_weights():
+    weight, asgd = trained_by(torch.optim.ASGD, t0=0)
     before = asgd.state[weight]["ax"].clone()
-    with pytest.warns(gxd.ResetWarning, match="'ax'.*average of weights.*ASGD"):
-        gxd.reset_optimizer_state(asgd, weight, [1], 0)
-    assert torch.equal(asgd.state[weight]["ax"], before)
+    gxd.reset_optimizer_state(asgd, weight, [1], 0)
+    assert torch.equal(asgd.state[weight]["ax"][1], weight[1])
+    assert torch.equal(asgd.state[weight]["ax"][[0, 2, 3]], before[[0, 2, 3]])
+    assert not torch.equal(before[1], weight[1])
 
 
 def test_an_optimizer_without_state_yet_is_fine():

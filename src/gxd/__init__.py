@@ -13,12 +13,12 @@ from gxd.errors import (
     ObservationError,
     ObservationWarning,
     PlanError,
-    ResetWarning,
     TraceError,
 )
 from gxd.find import find_units
 from gxd.find.manual import hand_group
 from gxd.operate import reset_optimizer_state, reset_units
+from gxd.optimizer_state import register_optimizer_state
 from gxd.plan import Group, UnitPlan
 from gxd.reset_cost import ResetCost, reset_cost
 from gxd.score import Observation, UnitView, register_utility, utilities
@@ -37,7 +37,6 @@ __all__ = [
     "ObservationWarning",
     "PlanError",
     "ResetCost",
-    "ResetWarning",
     "TraceError",
     "UnitPlan",
     "UnitView",
@@ -45,6 +44,7 @@ __all__ = [
     "compiled_step",
     "find_units",
     "hand_group",
+    "register_optimizer_state",
     "register_utility",
     "reset_cost",
     "reset_optimizer_state",

@@ -18,6 +18,7 @@ from gxd.continual import ContinualBackprop
 from gxd.errors import CompileWarning
 from gxd.find import call_arguments
 from gxd.layers import unwrap
+from gxd.optimizers import is_optimizer
 from gxd.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
 from gxd.updates import update_of
 from gxd.watch import Watch
@@ -103,6 +104,8 @@ class CompiledStep:
     ) -> None:
         expect.module(model)
         expect.optimizer(optimizer)
+        if not is_optimizer(optimizer):
+            raise TypeError(f"{type(optimizer).__name__} shows no param_groups and state: give the optimizer inside it")
         for name, function in (("loss", loss), ("score", score)):
             if not callable(function) and (name == "loss" or function is not None):
                 raise TypeError(f"{name} must be a function of (output, target), got {type(function).__name__}")

@@ -17,15 +17,17 @@ from gxd.find import find_units
 from gxd.guards import NO_COPY, STATE_VERSION, check_arguments, check_plan, check_state, with_inits
 from gxd.layers import NamedTensors, state_dtype, unwrap
 from gxd.notices import Notices
-from gxd.operate import clear_optimizer_state, operate
+from gxd.operate import operate
+from gxd.optimizers import NewState
 from gxd.plan import Group, UnitPlan, tensor_names
 from gxd.processes import Processes
 from gxd.score import Utility, get_utility
 from gxd.scorer import Scorer
 from gxd.select import Schedule, lowest
 from gxd.statistics import Statistics
-from gxd.steps import is_nested, was_skipped
+from gxd.steps import after_steps, is_nested, stepping, was_skipped
 from gxd.tally import side_by_side
+from gxd.writes import SetEntry
 
 
 class ContinualBackprop:
@@ -89,9 +91,10 @@ class ContinualBackprop:
         expect.module(model)
         self._optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for one in self._optimizers:
-            expect.optimizer(one, hooks=True)
+            expect.optimizer(one)
         if not self._optimizers:
             raise ValueError("optimizer is an empty list: give the optimizer that trains the model")
+        stepping(self._optimizers[-1])
         expect.switch("compensate", compensate)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
@@ -110,6 +113,7 @@ class ContinualBackprop:
         self.scaler, self._processes = scaler, Processes(process_group)
 
         self._tensors = NamedTensors(self.model, self.plan.shapes)
+        self._check_new_state = NewState(self._optimizers, self._tensors)
         first = self._tensors[self.plan.groups[0].producers[0].weight]
         # One observation stands for score_every steps.
         self._statistics = Statistics(self.plan, decay**score_every, first.device, state_dtype(self._tensors))
@@ -272,7 +276,7 @@ class ContinualBackprop:
         )
 
     def _hooked(self) -> list[Any]:
-        return [self._optimizers[-1].register_step_post_hook(self._after_step)]
+        return after_steps(self._optimizers[-1], self._after_step)
 
     # --- select -> operate --------------------------------------------------------------------------------------------
 
@@ -285,19 +289,31 @@ class ContinualBackprop:
         if was_skipped(optimizer):
             self._scorer.forget()
             return
+        before = self._statistics.now()
         if self._scorer.observer.active:
             self._scorer.finish()
             self._warn_of_unreached(self._scorer.unreached)
-        self._advance()
+        self._advance(before)
 
-    def _advance(self) -> None:
-        """The statistics are up to date: count the step, and reset what is due."""
+    def _advance(self, before: dict[str, Any]) -> None:
+        """The statistics are up to date: count the step, and reset what is due. If that fails, the step counts for
+        nothing: they are again what they were ``before`` it was observed.
+        """
         self._notices.passes = 0
-        self._statistics.step += 1
-        due = [schedule.advance(self._statistics.step) for schedule in self._schedules]
-        self.last_resets = {}
-        if any(due):
-            self._reset(due)
+        step, resets = self._statistics.step + 1, self.last_resets
+        try:
+            self._statistics.step, self.last_resets = step, {}
+            due = [schedule.advance(step) for schedule in self._schedules]
+            self._check_new_state()
+            if any(due):
+                self._reset(due)
+        except BaseException:
+            self._statistics.take_back(before)
+            self.last_resets = resets
+            for schedule in self._schedules:
+                schedule.undo(step)
+            self._scorer.observer.active = self._is_scored()
+            raise
         if any(due) or self._statistics.alarm:
             self._statistics.alarm = False
             self._notices.of_nonfinite(self.nonfinite_observations)
@@ -325,18 +341,25 @@ class ContinualBackprop:
         if not selection:
             return
         chosen = list(selection.values())
-        operate(self._tensors, chosen, self._references(selection) if self.compensate else {}, self._generator)
-        for optimizer in self._optimizers:
-            clear_optimizer_state(optimizer, self._tensors, chosen, self.step_policy)
-        statistics.forget(
+        forgetting = statistics.forgetting(
             side_by_side([index + statistics.unit_slices[n].start for n, (_, index) in selection.items()]),
             side_by_side(
                 [index + statistics.view_slices[v].start for n, (_, index) in selection.items() for v in views_of[n]]
             ),
         )
-        for group, index in chosen:
-            self.last_resets[group.name] = index
-            self.total_resets += len(index)
+        counts = {
+            "last_resets": {group.name: index for group, index in chosen},
+            "total_resets": self.total_resets + sum(len(index) for _, index in chosen),
+        }
+        operate(
+            self._tensors,
+            chosen,
+            self._references(selection) if self.compensate else {},
+            self._generator,
+            optimizers=self._optimizers,
+            step_policy=self.step_policy,
+            also=[*forgetting, *(SetEntry(vars(self), name, value) for name, value in counts.items())],
+        )
 
     # --- help ---------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,5 @@ class ObservationWarning(UserWarning):
     """Something is not observed, or not reset, that may be meant to be: a branch, a module, a pass, a step."""
 
 
-class ResetWarning(UserWarning):
-    """Something about a reset could not be done exactly, for instance optimizer state of an unknown shape."""
-
-
 class CompileWarning(UserWarning):
     """A compiled step could not be compiled, and runs eagerly. The message says why."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gxd.optimizers import all_inside, is_optimizer
 from gxd.plan import UnitPlan
 
 
@@ -16,10 +17,10 @@ def module(value: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {_kind(value)}")
 
 
-def optimizer(value: Any, hooks: bool = False) -> None:
-    """Raise TypeError unless it has parameters and state as optimizers have them, and step hooks if ``hooks``."""
-    needed = ("param_groups", "state", "register_step_post_hook")[: 3 if hooks else 2]
-    if isinstance(value, type) or not all(hasattr(value, name) for name in needed):
+def optimizer(value: Any) -> None:
+    """Raise TypeError unless it steps as optimizers do, and it, or something inside it, has parameters and state."""
+    steps = hasattr(value, "step") and hasattr(value, "zero_grad")  # a learning rate scheduler has no zero_grad
+    if isinstance(value, type) or not steps or not any(map(is_optimizer, all_inside([value]))):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {_kind(value)}")
 
 

@@ -14,6 +14,8 @@ from gxd.errors import PlanError
 from gxd.init import Init
 from gxd.layers import NamedTensors
 from gxd.operate import STEP_POLICIES
+from gxd.optimizers import check_state as check_optimizers
+from gxd.optimizers import trained_by
 from gxd.plan import UnitPlan, tensor_names
 from gxd.score import Utility
 
@@ -60,15 +62,17 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]
     if not plan.groups:
         reasons = "\n".join(f"  {entry.name}: {entry.reason}" for entry in plan.skipped)
         raise PlanError(f"the plan has no unit to reset. Not reset:\n{reasons or '  (no layer was found)'}")
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p): p for p in trained_by(optimizers)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in plan.shapes if name in parameters and id(parameters[name]) not in trained]
     if missing:
         groups = [g.name for g in plan.groups if not set(missing).isdisjoint(tensor_names([g]))]
+        copies = {plan.shapes[name] for name in missing} <= {tuple(p.shape) for p in trained.values()}
         raise PlanError(
             f"not in the optimizer: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Add them "
             "to the optimizer, or "
             f"leave the groups that use them out of the plan (exclude={groups})"
+            + ("; it trains other tensors of the same shapes: copies (master weights), or another model's" * copies)
         )
     frozen = [name for name in plan.shapes if name in parameters and not parameters[name].requires_grad]
     if frozen:
@@ -79,6 +83,7 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]
     for name in plan.shapes:
         if hasattr(tensors[name], "device_mesh"):
             raise PlanError(f"{name!r} is sharded (DTensor): resets of sharded parameters are not supported")
+    check_optimizers(optimizers, parameters)
 
 
 def check_state(state: Mapping[str, Any], plan: UnitPlan, utility: Utility, own: Mapping[str, Any]) -> None:

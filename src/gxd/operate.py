@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import expect
-from gxd.errors import PlanError, ResetWarning
+from gxd.errors import PlanError
 from gxd.layers import Layout, NamedTensors, unwrap
+from gxd.optimizers import check_state, follow, trained_by
 from gxd.plan import Consumer, Group, Producer, UnitPlan, tensor_names
+from gxd.writes import AlongAxis, Entries, InBlocks, SetEntry, Whole, Write, carry_out
 
 Selection = list[tuple[Group, Tensor]]
 STEP_POLICIES = ("keep", "reset")
@@ -33,13 +34,15 @@ def reset_units(
     """Reset units: fresh incoming weights, zero outgoing weights, their mean moved into the consumers' biases.
 
     All arguments are checked before anything is written. Everything of all groups is read before anything is written,
-    so neighbouring layers can be reset together.
+    so neighbouring layers can be reset together. If anything fails meanwhile, all is as it was.
 
     Args:
         model: the model the plan was made from.
         plan: from :func:`gxd.find_units`.
         units: group name -> indices of the units to reset.
-        optimizer: if given, its state of exactly the slices that are drawn again or zeroed is cleared.
+        optimizer: if given, its state follows: what it remembers of gradients of exactly the slices that are drawn
+            again or zeroed begins anew, and copies of the weights (as of Lookahead) are written as the weights are.
+            State that is not known is refused with :class:`gxd.PlanError`, before anything is written.
         references: group name -> ``(size,)`` or ``(views, size)`` the mean of each unit's value, for the
             compensation. A unit without a reference is taken to be zero on average.
         compensate: whether to move the mean contribution of each unit into its consumers' biases.
@@ -70,24 +73,32 @@ def reset_units(
     means = {group.name: _reference(group, index, references) for group, index in selection}
     if optimizer is not None:
         expect.optimizer(optimizer)
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for p in trained_by([optimizer])}
         written = tensor_names([group for group, _ in selection])
         if written and not any(id(tensors[name]) in trained for name in written):
             raise PlanError(
                 f"the optimizer trains none of {', '.join(written[:3])} ...: give the optimizer of this model"
             )
-    operate(tensors, selection, means if compensate else {}, generator)
-    if optimizer is not None:
-        clear_optimizer_state(optimizer, tensors, selection, step_policy)
+        if written:
+            check_state([optimizer], tensors)
+    operate(
+        tensors,
+        selection,
+        means if compensate else {},
+        generator,
+        optimizers=[] if optimizer is None else [optimizer],
+        step_policy=step_policy,
+    )
 
 
 def reset_optimizer_state(
     optimizer: Optimizer, parameter: Tensor, index: Tensor | list[int], dim: int = 0, *, step_policy: str = "keep"
 ) -> None:
-    """Forget what an optimizer remembers of slices of a parameter: momentum, moments, anything slice-shaped.
+    """Forget what an optimizer remembers of slices of a parameter, as if they were new: momentum and moments begin
+    anew, copies of the weights become what the weights are now.
 
     Args:
-        optimizer: any optimizer with per-parameter state.
+        optimizer: an optimizer whose state is known (docs/optimizers.md; else :class:`gxd.PlanError`).
         parameter: one of its parameters.
         index: the slices, along ``dim``.
         dim: the axis.
@@ -101,7 +112,7 @@ def reset_optimizer_state(
     if step_policy not in STEP_POLICIES:
         raise ValueError(f"step_policy={step_policy!r} is not one of {STEP_POLICIES}")
     expect.optimizer(optimizer)
-    if not any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+    if not any(p is parameter for p in trained_by([optimizer])):
         raise ValueError(
             "reset_optimizer_state: the parameter is not one of the optimizer's; pass the tensor it was built with"
         )
@@ -111,7 +122,10 @@ def reset_optimizer_state(
         )
     index = _checked(index, parameter.shape[dim], "reset_optimizer_state: index")
     if len(index):
-        _clear(optimizer, parameter, dim % parameter.dim(), index, step_policy)
+        where = AlongAxis(dim % parameter.dim(), index)
+        with torch.no_grad():
+            unchanged = Write(parameter, where, where.read(parameter))
+            carry_out(follow([unchanged], [optimizer], step_policy, {}))
 
 
 # --- the operator
@@ -124,27 +138,55 @@ def operate(
     selection: Selection,
     references: Mapping[str, Tensor],
     generator: torch.Generator | None,
+    *,
+    optimizers: Sequence[Any] = (),
+    step_policy: str = "keep",
+    also: Sequence[Write | SetEntry] = (),
 ) -> None:
-    """R_S on named tensors, in the order that keeps neighbours apart: all reading before all writing.
+    """R_S on named tensors, and on what optimizers keep of them. If anything fails, all is as it was, the generator
+    too.
 
     Args:
         tensors: the parameters and buffers, by name; written in place.
         selection: the groups and the indices of their units.
         references: group name -> ``(views, size)``; a group without an entry is not compensated.
         generator: of the fresh weights.
+        optimizers: their state follows what is written to their parameters.
+        also: what else is written by this reset.
     """
+    generator = generator or torch.default_generator
+    before = generator.get_state()
+    try:
+        writes = reset_writes(tensors, selection, references, generator)
+        carry_out([*writes, *follow(writes, optimizers, step_policy, tensors), *also])
+    except BaseException:
+        generator.set_state(before)
+        raise
+
+
+def reset_writes(
+    tensors: Mapping[str, Tensor],
+    selection: Selection,
+    references: Mapping[str, Tensor],
+    generator: torch.Generator,
+) -> list[Write]:
+    """What R_S writes, in the order that keeps neighbours apart; arguments as for :func:`operate`.
+
+    Everything is read here: old weights, old references, fresh weights, initialisers of the user.
+    """
+    writes: list[Write] = []
     for group, index in selection:
         if group.name in references:
             for view, reference in zip(group.views, references[group.name], strict=True):
                 mean, k = reference.index_select(0, index.to(reference.device)), view.columns.shape[1]
                 mean = mean if k == 1 else mean.repeat_interleave(k)
                 for consumer in view.consumers:
-                    compensate_consumer(tensors, consumer, view.columns_of(index), mean)
+                    writes += compensation(tensors, consumer, view.columns_of(index), mean)
     for group, index in selection:
         for producer in group.producers:
-            draw_incoming(tensors, producer, index, generator or torch.default_generator)
+            writes += fresh_incoming(tensors, producer, index, generator)
         for norm in group.norms:
-            entries = norm.entries[index].flatten()
+            entries = Entries(norm.entries[index].flatten())
             for name, value in (
                 (norm.weight, 1.0),
                 (norm.bias, 0.0),
@@ -152,20 +194,22 @@ def operate(
                 (norm.running_var, 1.0),
             ):
                 if name is not None:
-                    tensors[name].view(-1)[entries.to(tensors[name].device)] = value
+                    writes.append(Write(tensors[name], entries, value))
     for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
         for view in group.views:
+            columns = view.columns_of(index)
             for consumer in view.consumers:
-                _fill(consumer.layout, "columns", tensors[consumer.weight], view.columns_of(index))
+                writes.append(Write(tensors[consumer.weight], _slices(consumer.layout, "columns", columns), 0.0))
+    return writes
 
 
-def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> None:
+def compensation(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> list[Write]:
     """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following
     BatchNorm.
     """
     target = consumer.bias or consumer.running_mean
     if target is None:
-        return
+        return []
     full, axis = tensors[consumer.weight], consumer.layout.axis("columns")
     mean = mean.to(full.device)
     if axis is not None:
@@ -180,124 +224,35 @@ def compensate_consumer(tensors: Mapping[str, Tensor], consumer: Consumer, colum
         blocks = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device)
         shift = blocks.index_add_(0, where[0], flow).flatten()  # type: ignore[arg-type]
     sign = 1.0 if consumer.bias is not None else -1.0
-    tensors[target].add_(shift.to(tensors[target].dtype), alpha=sign * consumer.taps)
+    return [Write(tensors[target], Whole(), shift, times=sign * consumer.taps)]
 
 
-def draw_incoming(tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator) -> None:
+def fresh_incoming(
+    tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator
+) -> list[Write]:
     """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
-    full, axis = tensors[producer.weight], producer.layout.axis("rows")
+    full, layout = tensors[producer.weight], producer.layout
     rows, bias_rows = producer.rows_of(index)
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
-        source, where = producer.layout.row(scratch, rows)
+        source, where = layout.row(scratch, rows)
         fresh = source[where]
     else:
-        shape = full.shape[1:] if axis == 0 else producer.layout.canonical(full).shape[2:]
+        axis = layout.axis("rows")
+        shape = full.shape[1:] if axis == 0 else layout.canonical(full).shape[2:]
         fresh = producer.init.draw(torch.Size((index.shape[0], *shape)), generator)
-    if axis is not None:
-        fresh = fresh.to(full)
-        full.index_copy_(axis, rows.to(full.device), fresh.transpose(0, axis) if axis else fresh)
-    else:
-        weight, where = producer.layout.row(full, rows)
-        weight[where] = fresh.to(weight)
+    fresh = fresh.to(full)
+    writes = [Write(full, _slices(layout, "rows", rows), fresh.transpose(0, 1) if layout.axis("rows") == 1 else fresh)]
     if producer.bias is not None:
-        tensors[producer.bias].index_fill_(0, bias_rows.to(full.device), 0.0)
+        writes.append(Write(tensors[producer.bias], AlongAxis(0, bias_rows), 0.0))
+    return writes
 
 
-def _fill(layout: Layout, kind: str, tensor: Tensor, index: Tensor, value: float = 0.0) -> None:
-    """Set rows or columns of a weight, or of a tensor of its shape, to a value."""
+def _slices(layout: Layout, kind: str, index: Tensor) -> AlongAxis | InBlocks:
+    """Rows or columns of a weight, or of a tensor of its shape."""
     axis = layout.axis(kind)
-    if axis is not None:
-        tensor.index_fill_(axis, index.to(tensor.device), value)
-    else:
-        view, where = layout.row(tensor, index) if kind == "rows" else layout.column(tensor, index)
-        view[where] = value
-
-
-# --- optimizer state
-# ----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def clear_optimizer_state(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], selection: Selection, step_policy: str = "keep"
-) -> None:
-    """Begin the optimizer's state of every slice that a reset drew again or zeroed anew."""
-    if not any(optimizer.state.values()):  # as with SGD without momentum
-        return
-    for group, index in selection:
-        for producer in group.producers:
-            rows, bias_rows = producer.rows_of(index)
-            _clear_weight(optimizer, tensors[producer.weight], producer.layout, "rows", rows, step_policy)
-            if producer.bias is not None:
-                _clear(optimizer, tensors[producer.bias], 0, bias_rows, step_policy)
-        for view in group.views:
-            for consumer in view.consumers:
-                columns = view.columns_of(index)
-                _clear_weight(optimizer, tensors[consumer.weight], consumer.layout, "columns", columns, step_policy)
-        for norm in group.norms:
-            for name in filter(None, (norm.weight, norm.bias)):
-                for state, first in _slice_shaped(optimizer, tensors[name], step_policy):
-                    if state.shape == tensors[name].shape:
-                        state.view(-1)[norm.entries[index].flatten().to(state.device)] = first
-
-
-def _clear_weight(
-    optimizer: Optimizer, weight: Tensor, layout: Layout, kind: str, index: Tensor, step_policy: str
-) -> None:
-    axis = layout.axis(kind)
-    if axis is not None:
-        _clear(optimizer, weight, axis, index, step_policy)
-        return
-    for state, first in _slice_shaped(optimizer, weight, step_policy):
-        if state.shape[:2] == weight.shape[:2]:
-            _fill(layout, kind, state, index, first)
-
-
-@torch.no_grad()
-def _clear(optimizer: Optimizer, parameter: Tensor, dim: int, index: Tensor, step_policy: str) -> None:
-    for state, first in _slice_shaped(optimizer, parameter, step_policy):
-        if state.shape[dim] == parameter.shape[dim]:  # a factored moment may have size 1 there: not the slice's own
-            state.index_fill_(dim, index.to(state.device), first)
-
-
-COUNTERS = {"step": 0.0, "mu_product": 1.0}  # scalars, and what they begin with
-AVERAGES = ("ax",)  # ASGD's average of the weights: no memory of gradients
-
-
-def _slice_shaped(optimizer: Optimizer, parameter: Tensor, step_policy: str) -> list[tuple[Tensor, float]]:
-    """The state tensors that have a slice per slice of the parameter, and what they begin with; counters are dealt with
-    by the policy.
-    """
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    found = []
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            if step_policy == "reset" and key == "step":
-                state[key] = 0
-        elif (
-            key not in AVERAGES
-            and value.dim() == parameter.dim()
-            and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
-        ):
-            found.append((value, _rate(optimizer, parameter) if key == "step_size" else 0.0))  # Rprop's begins with lr
-        elif value.numel() == 1:
-            if step_policy == "reset" and key in COUNTERS:
-                value.fill_(COUNTERS[key])
-        else:
-            why = "is an average of weights" if key in AVERAGES else "has no slices like its parameter's"
-            warnings.warn(
-                f"optimizer state {key!r} of shape {tuple(value.shape)} {why} {tuple(parameter.shape)}; "
-                f"it is left as it is by resets ({type(optimizer).__name__})",
-                ResetWarning,
-                stacklevel=2,
-            )
-    return found
-
-
-def _rate(optimizer: Optimizer, parameter: Tensor) -> float:
-    return next(float(group["lr"]) for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    return InBlocks(layout, kind, index) if axis is None else AlongAxis(axis, index)
 
 
 # --- checks

@@ -160,6 +160,18 @@ class Group:
         """All layers that read the units."""
         return tuple(consumer for view in self.views for consumer in view.consumers)
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all parameters and buffers that resets write to."""
+        names: dict[str | None, None] = {}
+        for p in self.producers:
+            names.update(dict.fromkeys((p.weight, p.bias)))
+        for c in self.consumers:
+            names.update(dict.fromkeys((c.weight, c.bias, c.running_mean)))
+        for n in self.norms:
+            names.update(dict.fromkeys((n.weight, n.bias, n.running_mean, n.running_var)))
+        return tuple(name for name in names if name is not None)
+
     @property
     def approximate(self) -> tuple[str, ...]:
         """Why a compensated reset of these units only approximates the clamp. Empty: it is exact."""
@@ -291,15 +303,7 @@ class UnitPlan:
 
 def tensor_names(groups: Iterable[Group]) -> list[str]:
     """The names of all parameters and buffers that resets of these groups write to."""
-    names: dict[str, None] = {}
-    for group in groups:
-        for p in group.producers:
-            names.update(dict.fromkeys(filter(None, (p.weight, p.bias))))
-        for c in group.consumers:
-            names.update(dict.fromkeys(filter(None, (c.weight, c.bias, c.running_mean))))
-        for n in group.norms:
-            names.update(dict.fromkeys(filter(None, (n.weight, n.bias, n.running_mean, n.running_var))))
-    return list(names)
+    return list(dict.fromkeys(name for group in groups for name in group.tensors))
 
 
 def ranges(rows: Tensor) -> str:

@@ -195,6 +195,7 @@ class Program:
             output = next(results)
         else:
             output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
+        before = {} if self.cbp is None else self.cbp._statistics.now()
         if self.scored and self.cbp is not None:
             for name in KEPT:
                 setattr(self.cbp._statistics, name, next(results))
@@ -204,7 +205,7 @@ class Program:
         if self.recipe.update is None:
             self._step_by_itself(results)
         elif self.cbp is not None:
-            self.cbp._advance()
+            self.cbp._advance(before)
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return loss, output
 

@@ -22,23 +22,39 @@ class Schedule:
         self.eligible = 0
         self.young: deque[tuple[int, int]] = deque([(0, size)])  # (birth, how many)
         self.budget = 0.0
+        self._last: tuple[int, int, float, list[tuple[int, int]], bool] | None = None
 
     def advance(self, step: int) -> int:
         """One optimizer step has been taken, the ``step``-th. Returns how many units are to be reset now."""
+        before = (step, self.eligible, self.budget)
+        matured = []
         while self.young and step - self.young[0][0] > self.maturity:
-            self.eligible += self.young.popleft()[1]
+            matured.append(self.young.popleft())
+            self.eligible += matured[-1][1]
         self.budget += self.rate * self.eligible
         due = min(math.floor(self.budget), self.eligible)
         if due:
             self.budget -= due
             self.eligible -= due
             self.young.append((step, due))
+        self._last = (*before, matured, due > 0)
         return due
 
     def cancel(self, due: int) -> None:
         """Take back the last answer: no unit was reset."""
         self.eligible += due
         self.young.pop()
+        if self._last is not None:
+            self._last = (*self._last[:4], False)
+
+    def undo(self, step: int) -> None:
+        """As if the step had not been taken, whatever the answer was."""
+        if self._last is not None and self._last[0] == step:
+            _, self.eligible, self.budget, matured, answered = self._last
+            if answered:
+                self.young.pop()
+            self.young.extendleft(reversed(matured))
+            self._last = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"eligible": self.eligible, "young": [list(cohort) for cohort in self.young], "budget": self.budget}

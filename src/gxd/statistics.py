@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gxd.plan import UnitPlan
+from gxd.writes import SetEntry
 
 
 class Statistics:
@@ -109,7 +110,7 @@ class Statistics:
             self.nonfinite = self.nonfinite + ~finite
             new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
         elif not math.isfinite(new[0].sum().item() + new[2].sum().item()):
-            self.nonfinite += 1
+            self.nonfinite = self.nonfinite + 1
             self.alarm = True
             new = old
         self.mean, self.mean_weight, self.utility, self.utility_weight = new
@@ -120,14 +121,25 @@ class Statistics:
         one = self.one.expand_as(weight) if isinstance(gain, Tensor) else self.one
         return torch.lerp(average, value, gain), torch.lerp(weight, one, gain)
 
-    def forget(self, units: Tensor, views: Tensor) -> None:
-        """Age, reference and utility of the units of these flat numbers start again at zero."""
+    def forgetting(self, units: Tensor, views: Tensor) -> list[SetEntry]:
+        """The writes by which age, reference and utility of the units of these flat numbers start again at zero."""
         units, views = units.to(self.device), views.to(self.device)
-        self.birth.index_fill_(0, units, self.step)
-        self.utility.index_fill_(0, units, 0.0)
-        self.utility_weight.index_fill_(0, units, 0.0)
-        self.mean.index_fill_(0, views, 0.0)
-        self.mean_weight.index_fill_(0, views, 0.0)
+        anew = {
+            "birth": self.birth.index_fill(0, units, self.step),
+            "utility": self.utility.index_fill(0, units, 0.0),
+            "utility_weight": self.utility_weight.index_fill(0, units, 0.0),
+            "mean": self.mean.index_fill(0, views, 0.0),
+            "mean_weight": self.mean_weight.index_fill(0, views, 0.0),
+        }
+        return [SetEntry(vars(self), name, tensor) for name, tensor in anew.items()]
+
+    def now(self) -> dict[str, Any]:
+        """All there is, as it is now: tensors are replaced, and never written to, so this need not copy any."""
+        return dict(vars(self))
+
+    def take_back(self, then: dict[str, Any]) -> None:
+        """Be again as :meth:`now` has said."""
+        vars(self).update(then)
 
     def state_dict(self) -> dict[str, Any]:
         seen = torch.ones_like(self.utility, dtype=torch.bool) if self.seen is None else self.seen.clone()

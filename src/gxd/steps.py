@@ -1,15 +1,101 @@
-"""Which calls of ``optimizer.step()`` count: the outermost, unless a GradScaler made it for nothing."""
+"""The steps of optimizers as they come, wrapped, nested, or made without ``Optimizer.__init__``: how to learn of them,
+and which count.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import CodeType, FrameType
+from collections import OrderedDict
+from collections.abc import Callable
+from types import CodeType, FrameType, MethodType
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gxd.optimizers import directly_inside
+
+_DICTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # What torch puts around the `step` of every class of optimizers, and what runs the hooks.
 _STEP: CodeType = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def stepping(optimizer: Any, around: tuple[Any, ...] = ()) -> Any:
+    """The optimizer to hook so as to learn that this one has stepped. Raises TypeError if there is none.
+
+    A wrapper that only passes calls on (its state is that of the optimizer inside) may be called without a step being
+    made: the optimizer inside is hooked. One that has a state of its own takes part in the step, and is hooked itself.
+
+    Args:
+        around: the wrappers that were opened on the way here.
+    """
+    if _has_hooks(optimizer):
+        return optimizer
+    inside, state = directly_inside(optimizer), getattr(optimizer, "state", None)
+    if isinstance(optimizer, Optimizer) and not any(one.state is state for one in inside):
+        return optimizer
+    around = (*around, optimizer)
+    for one in reversed(inside):  # of several, the last to step
+        if not any(one is wrapper for wrapper in around):
+            return stepping(one, around)
+    raise TypeError(
+        f"the optimizer {type(optimizer).__name__} has no step hooks (register_step_post_hook), and there is no "
+        "torch.optim.Optimizer inside it: give the optimizer that updates the parameters"
+    )
+
+
+def after_steps(optimizer: Any, function: Callable[..., None]) -> list[Any]:
+    """Call a function after every step of an optimizer; returns handles with ``remove()``."""
+    optimizer = stepping(optimizer)
+    made = [] if _has_hooks(optimizer) else [_Hooked(optimizer)]
+    return [optimizer.register_step_post_hook(function), *made]
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether step hooks can be registered, and will be called."""
+    if not isinstance(optimizer, Optimizer):
+        return callable(getattr(type(optimizer), "register_step_post_hook", None))
+    return _calls_hooks(optimizer) and all(name in vars(optimizer) for name in _DICTS)
+
+
+def _calls_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``step`` calls hooks: torch makes it do so for a class when ``Optimizer.__init__`` makes the first of its
+    instances, or ``zero_grad`` meets one that was made without.
+    """
+    return any(getattr(step, "hooked", False) for step in (type(optimizer).step, vars(optimizer).get("step")))
+
+
+class _Hooked:
+    """Gives one optimizer what ``Optimizer.__init__`` would have: hooks around its ``step``.
+
+    Not around that of its class, as torch does: others of the class that were made without hooks would fail.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        own = vars(optimizer)
+        self.before = {name: own[name] for name in (*_DICTS, "step") if name in own}
+        self.added: dict[str, Any] = {name: OrderedDict() for name in _DICTS if name not in own}
+        if not _calls_hooks(optimizer):
+            step = optimizer.step
+
+            @functools.wraps(step)
+            def within(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                return step(*args, **kwargs)
+
+            function = Optimizer.profile_hook_step(within)
+            function.hooked = True  # type: ignore[attr-defined]
+            self.added["step"] = MethodType(function, optimizer)
+        own.update(self.added)
+
+    def remove(self) -> None:
+        """Take it away again, unless others have built on it: their hooks, a learning rate scheduler's ``step``."""
+        own = vars(self.optimizer)
+        if all(own.get(name) is value for name, value in self.added.items()) and not any(own[n] for n in _DICTS):
+            for name in self.added:
+                del own[name]
+            own.update(self.before)
 
 
 def is_nested(optimizer: Optimizer) -> bool:

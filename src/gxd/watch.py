@@ -135,8 +135,8 @@ class Watch:
 
     def _optimizer_hooks(self) -> list[Mapping[int, Any]]:
         return [
-            self.optimizer._optimizer_step_pre_hooks,
-            self.optimizer._optimizer_step_post_hooks,
+            getattr(self.optimizer, "_optimizer_step_pre_hooks", {}),  # a wrapper may have none, and steps by itself
+            getattr(self.optimizer, "_optimizer_step_post_hooks", {}),
             every_optimizer._global_optimizer_pre_hooks,
             every_optimizer._global_optimizer_post_hooks,
         ]
