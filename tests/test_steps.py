@@ -155,7 +155,7 @@ def test_resets_do_not_depend_on_whether_the_parent_was_used_before(make: Any, u
 def test_the_many_closures_of_a_line_search_are_one_step():
     model = mlp()
     optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
-    cbp = attach("gxd", model=model, optimizer=optimizer).cbp
+    cbp = attach("gxd", model=model, optimizer=optimizer, replacement_rate=0.0).cbp  # its state cannot be reset
     for _ in range(3):
         optimizer.step(closure_of(model, cbp, optimizer))
     assert steps(cbp) == {3}

@@ -304,7 +304,8 @@ class ContinualBackprop:
         try:
             self._statistics.step, self.last_resets = step, {}
             due = [schedule.advance(step) for schedule in self._schedules]
-            self._check_new_state()
+            if any(schedule.rate for schedule in self._schedules):
+                self._check_new_state()
             if any(due):
                 self._reset(due)
         except BaseException:
