@@ -20,7 +20,20 @@ import gxd
 from tests.model_zoo.measure import Measured, measure
 from tests.model_zoo.models import FACTORIES
 
-COLUMNS = ("model", "seconds", "layers", "rows", "skip", "group", "groups", "check", "damage", "disproof", "error", "reasons")
+COLUMNS = (
+    "model",
+    "seconds",
+    "layers",
+    "rows",
+    "skip",
+    "group",
+    "groups",
+    "check",
+    "damage",
+    "disproof",
+    "error",
+    "reasons",
+)
 
 
 def main() -> None:
@@ -33,7 +46,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    gxd.find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.randn(2, 2))  # imports are not timed
+    gxd.find_units(
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.randn(2, 2)
+    )  # imports are not timed
     chosen = [name for name in FACTORIES if not options.names or any(part in name for part in options.names)]
     found = []
     with options.out.open("w", newline="") as file:
@@ -80,7 +95,9 @@ def _summary(library: str, entries: Sequence[Measured]) -> str:
     seconds = [entry.seconds for entry in entries if not entry.error]
     if seconds:
         lines.append(f"  find_units: median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s")
-    lines.append(f"  not traced: {sum(bool(e.error) for e in entries)}; damaged: {sum(bool(e.damage) for e in entries)}")
+    lines.append(
+        f"  not traced: {sum(bool(e.error) for e in entries)}; damaged: {sum(bool(e.damage) for e in entries)}"
+    )
     lines.append(f"  disproved: {sum(bool(e.disproof) for e in entries)}")
     for word in ("crashed", "wrong", "inconclusive"):
         lines.append(f"  check {word}: {sum(word in e.check for e in entries)}")

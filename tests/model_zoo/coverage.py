@@ -1,18 +1,19 @@
 """How much of a model a plan covers, counted without gxd's idea of what a layer is.
 
-*Weights* are the parameters of two or more axes that are called a weight or a projection, belong to no embedding, and get a
-gradient from the first output. Their *rows* are the features they compute. Weights after which no other weight comes on the
-way to the first output make the output itself: they can never be reset, and are left out. *Coverage* is the share of the
-remaining rows that are in some group of the plan. Rows that no reset can be defined for (queries and keys of attention) stay
-in: the number says how much of the network is kept plastic.
+*Weights* are the parameters of two or more axes that are called a weight or a projection, belong to no embedding, and
+get a gradient from the first output. Their *rows* are the features they compute. Weights after which no other weight
+comes on the way to the first output make the output itself: they can never be reset, and are left out. *Coverage* is the
+share of the remaining rows that are in some group of the plan. Rows that no reset is defined for (queries and keys of
+attention) stay in: the number says how much of the network is kept plastic.
 """
 
+import copy
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -28,9 +29,8 @@ class Weight:
     rows: int
 
 
-def weights(model: nn.Module, outputs: Any) -> dict[int, Weight]:
-    """The weights of a model by the id of the parameter, output layers left out. ``outputs`` carry a graph."""
-    first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+def weights(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[int, Weight]:
+    """The weights of a model by the id of the parameter, output layers left out; ``run`` calls it."""
     found: dict[int, Weight] = {}
     embeddings: set[int] = set()
     for name, module in model.named_modules():
@@ -38,8 +38,13 @@ def weights(model: nn.Module, outputs: Any) -> dict[int, Weight]:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 embeddings.add(id(parameter))
             if parameter.dim() >= 2 and re.search("weight|proj|original1", key):
-                found.setdefault(id(parameter), Weight(name.split(".parametrizations")[0], key, _rows(module, parameter)))
-    used, last = _in_graph(first, set(found))
+                found.setdefault(
+                    id(parameter), Weight(name.split(".parametrizations")[0], key, _rows(module, parameter))
+                )
+    try:  # in evaluation no layer is dropped at random
+        used, last = _used_and_last(model, run, set(found), training=False)
+    except AssertionError:  # but a reversible network insists on training
+        used, last = _used_and_last(model, run, set(found), training=True)
     return {key: weight for key, weight in found.items() if key in used - last - embeddings}
 
 
@@ -92,42 +97,43 @@ def _size(name: str, rows: int) -> int:
     return int(several[1]) if several else sum(int(b) - int(a) for a, b in re.findall(r"(\d+):(\d+)", inside[1]))
 
 
-def _in_graph(output: Tensor, candidates: set[int]) -> tuple[set[int], set[int]]:
-    """The candidates that ``output`` depends on, and those from which the way to it meets no other candidate.
+def _used_and_last(
+    model: nn.Module, run: Callable[[nn.Module], Any], candidates: set[int], training: bool
+) -> tuple[set[int], set[int]]:
+    """The parameters that the first output depends on, and the candidates that make it."""
+    copied = copy.deepcopy(model).train(training)
+    original = {id(mine): id(own) for mine, own in zip(copied.parameters(), model.parameters(), strict=True)}
+    outputs = tree_leaves(run(copied))
+    first = next(leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+    last = _last(first, {mine for mine, own in original.items() if own in candidates})
+    first.sum().backward()  # the graph alone does not show what a custom backward reads
+    used = {id(parameter) for parameter in copied.parameters() if parameter.grad is not None}
+    return {original[key] for key in used}, {original[key] for key in last}
 
-    Autograd's graph is walked backwards. A node that a candidate enters (through transpositions and casts only) applies it.
+
+def _last(output: Tensor, candidates: set[int]) -> set[int]:
+    """The candidates from which the way to ``output`` meets no other candidate.
+
+    Autograd's graph is walked backwards, as far as to the nodes that apply a candidate: a candidate comes in there,
+    through nothing but transpositions and casts.
     """
-    direct: dict[Any, set[int]] = {}
-
-    def applied(node: Any) -> set[int]:
-        """The candidates that reach ``node`` from nothing but themselves."""
-        if node not in direct:
-            direct[node] = set()
-            inputs = [child for child, _ in node.next_functions if child is not None]
-            if hasattr(node, "variable"):
-                direct[node] = {id(node.variable)} & candidates
-            elif len(inputs) == 1:
-                direct[node] = applied(inputs[0])
-        return direct[node]
-
-    used: set[int] = set()
-    last: set[int] = set()
-    seen: dict[Any, bool] = {}  # node -> whether it was reached without meeting a weight
-    pending = [(output.grad_fn, True)]
+    found: set[int] = set()
+    seen = set()
+    pending: list[Any] = [output.grad_fn]
     while pending:
-        node, free = pending.pop()
-        if seen.get(node, None) in (True, free):
+        node = pending.pop()
+        if node is None or node in seen:
             continue
-        seen[node] = free
-        children = [child for child, _ in node.next_functions if child is not None]
-        here: set[int] = set()
-        if len(children) > 1:
-            for child in children:
-                here |= applied(child)
-        elif hasattr(node, "variable"):
-            here = {id(node.variable)} & candidates
-        used |= here
-        if free:
-            last |= here
-        pending += [(child, free and not here) for child in children]
-    return used, last
+        seen.add(node)
+        children = [child for child, _ in node.next_functions]
+        applied = {id(_leaf(child)) for child in children} & candidates if len(children) > 1 else set()
+        found |= applied
+        pending += [] if applied else children
+    return found
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The parameter that a node of the graph passes on as it is, moved or cast."""
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return None if node is None else node.variable

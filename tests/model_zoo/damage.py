@@ -35,7 +35,7 @@ def fake_tensors(model: nn.Module) -> list[str]:
     """Where a fake tensor of the trace was left: on the model, or in a cached function."""
     found = [path for path, value in record(model).items() if isinstance(value, tuple) and FakeTensor.__name__ in value]
     for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and not thing.__module__.startswith("torch."):
+        if type(thing) is functools._lru_cache_wrapper and not thing.__module__.startswith("torch."):
             kept = [thing]
             for _ in range(4):  # cache, dict, entry, tuple
                 kept = [inner for outer in kept for inner in gc.get_referents(outer) if not isinstance(inner, _OPAQUE)]

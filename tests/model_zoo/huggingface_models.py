@@ -148,7 +148,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
         masked_text,
     ),
     "NystromformerForSequenceClassification": (
-        {**CLASSIFIER, "num_landmarks": 4, "segment_means_seq_len": LENGTH},
+        {**CLASSIFIER, "num_landmarks": LENGTH, "segment_means_seq_len": LENGTH},
         text,
     ),
     "FNetForSequenceClassification": (CLASSIFIER, text),

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import gxd
 from tests.model_zoo import coverage, damage
-from tests.model_zoo.proof import disprove
+from tests.model_zoo.proof import disprove, is_provable
 
 Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
 Factory = Callable[[], tuple[nn.Module, Inputs]]
@@ -31,6 +31,7 @@ class Measured:
         error: why there is no plan.
         damage: what ``find_units`` or ``check`` has changed about the model.
         disproof: what is wrong with the plans.
+        unproved: groups of both plans behind a norm without a module, which cannot be held still for the proof.
         check: the verdicts of ``gxd.check``, counted, or how it crashed.
         reasons: (reason, module) -> the rows that it costs, with ``residual="skip"``.
         group_reasons: the same with ``residual="group"``.
@@ -46,6 +47,7 @@ class Measured:
     error: str = ""
     damage: list[str] = field(default_factory=list)
     disproof: list[str] = field(default_factory=list)
+    unproved: int = 0
     check: str = ""
     verdicts: dict[str, str] = field(default_factory=dict)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -84,10 +86,10 @@ def measure(name: str, factory: Factory) -> Measured:
     """Build a model, find its units both ways, prove and check the plans, and see what has changed meanwhile."""
     torch.manual_seed(0)
     model, inputs = factory()
+    model.train()
     found = Measured(name)
     outputs = evaluated(model, inputs)  # also fills what a model keeps from its first pass
-    weights = coverage.weights(model.eval(), run(model, inputs))
-    model.train()
+    weights = coverage.weights(model, lambda copied: run(copied, inputs))
     found.layers, found.rows = len(weights), sum(weight.rows for weight in weights.values())
     before = damage.record(model)
     start = time.perf_counter()
@@ -95,6 +97,8 @@ def measure(name: str, factory: Factory) -> Measured:
         plan = gxd.find_units(model, inputs)
         found.seconds = time.perf_counter() - start
         grouped = gxd.find_units(model, inputs, residual="group")
+        if isinstance(inputs, Mapping):  # Hugging Face models put hooks on themselves when first asked for these
+            gxd.find_units(model, {**inputs, "output_hidden_states": True})
     except gxd.TraceError as error:
         found.error = str(error).splitlines()[0]
         found.damage = damage.changes(before, damage.record(model))
@@ -109,8 +113,9 @@ def measure(name: str, factory: Factory) -> Measured:
     found.groups = len(plan.groups)
     found.reasons = coverage.reasons(weights, covered, plan)
     found.group_reasons = coverage.reasons(weights, both, grouped)
-    for proved in (plan, grouped):
-        found.disproof += disprove(model, lambda copied: run(copied, inputs), proved)
+    for either in (plan, grouped):
+        found.disproof += disprove(model, lambda copied: run(copied, inputs), either)
+        found.unproved += sum(not is_provable(group) for group in either.groups)
     before = damage.record(model)
     try:
         verdicts = gxd.check(model, inputs, plan=_sample(plan)).groups

@@ -1,7 +1,7 @@
 """What timm imports of torchvision in order to build models, and nothing else.
 
-torchvision is never used by the models of the suite, but installing it would replace torch by another build. The stand-in is
-in ``sys.modules`` only while timm is imported, so that nothing else takes it for the real one.
+No model of the suite uses torchvision, but installing it would replace torch by another build. The stand-in is in
+``sys.modules`` only while timm is imported, so that nothing else takes it for the real one.
 """
 
 import enum
