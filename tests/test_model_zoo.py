@@ -36,7 +36,7 @@ WORDS = torch.tensor([[0, 1, 2], [3, 4, 0]])
 
 
 def faults(model: nn.Module, plan: gxd.UnitPlan) -> list[str]:
-    return proof.disprove(model, lambda copied: copied(WORDS), plan)
+    return proof.disprove(model, (WORDS,), plan)
 
 
 def altered(plan: gxd.UnitPlan, name: str, **changes: object) -> gxd.UnitPlan:
@@ -78,7 +78,7 @@ def test_units_without_effect_prove_nothing():
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Hardtanh(1.0, 1.0 + 1e-9))
     x = torch.randn(2, 4)
     plan = gxd.find_units(model, x)
-    assert any("nothing is proven" in fault for fault in proof.disprove(model, lambda copied: copied(x), plan))
+    assert any("nothing is proven" in fault for fault in proof.disprove(model, (x,), plan))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_fake_tensors_are_found_on_the_model_and_in_cached_functions(network: Ne
 
 
 def test_coverage_counts_all_rows_but_those_of_embeddings_and_output_layers(network: Network):
-    found = coverage.weights(network, lambda copied: copied(WORDS))
+    found = coverage.weights(network, (WORDS,))
     assert {weight.module: weight.rows for weight in found.values()} == {"first": 6, "second": 7}
     plan = gxd.find_units(network, WORDS, exclude="second")
     covered = coverage.covered_rows(network, plan)

@@ -2,22 +2,21 @@
 
 *Weights* are the parameters of two or more axes that are called a weight or a projection, belong to no embedding, and
 get a gradient from the first output. Their *rows* are the features they compute. Weights after which no other weight
-comes on the way to the first output make the output itself: they can never be reset, and are left out. *Coverage* is the
-share of the remaining rows that are in some group of the plan. Rows that no reset is defined for (queries and keys of
-attention) stay in: the number says how much of the network is kept plastic.
+comes on the way to the first output make the output itself: they can never be reset, and are left out. *Coverage* is
+the share of the remaining rows that are in some group of the plan. Rows that no reset is defined for (queries and keys
+of attention) stay in: the number says how much of the network is kept plastic.
 """
 
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gxd import UnitPlan
+from tests.model_zoo.calls import Inputs, run
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Weight:
     rows: int
 
 
-def weights(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[int, Weight]:
-    """The weights of a model by the id of the parameter, output layers left out; ``run`` calls it."""
+def weights(model: nn.Module, inputs: Inputs) -> dict[int, Weight]:
+    """The weights of a model by the id of the parameter, output layers left out."""
     found: dict[int, Weight] = {}
     embeddings: set[int] = set()
     for name, module in model.named_modules():
@@ -42,9 +41,9 @@ def weights(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[int, Weig
                     id(parameter), Weight(name.split(".parametrizations")[0], key, _rows(module, parameter))
                 )
     try:  # in evaluation no layer is dropped at random
-        used, last = _used_and_last(model, run, set(found), training=False)
+        used, last = _used_and_last(model, inputs, set(found), training=False)
     except AssertionError:  # but a reversible network insists on training
-        used, last = _used_and_last(model, run, set(found), training=True)
+        used, last = _used_and_last(model, inputs, set(found), training=True)
     return {key: weight for key, weight in found.items() if key in used - last - embeddings}
 
 
@@ -97,14 +96,11 @@ def _size(name: str, rows: int) -> int:
     return int(several[1]) if several else sum(int(b) - int(a) for a, b in re.findall(r"(\d+):(\d+)", inside[1]))
 
 
-def _used_and_last(
-    model: nn.Module, run: Callable[[nn.Module], Any], candidates: set[int], training: bool
-) -> tuple[set[int], set[int]]:
+def _used_and_last(model: nn.Module, inputs: Inputs, candidates: set[int], training: bool) -> tuple[set[int], set[int]]:
     """The parameters that the first output depends on, and the candidates that make it."""
     copied = copy.deepcopy(model).train(training)
     original = {id(mine): id(own) for mine, own in zip(copied.parameters(), model.parameters(), strict=True)}
-    outputs = tree_leaves(run(copied))
-    first = next(leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+    first = next(output for output in run(copied, inputs) if output.grad_fn is not None)
     last = _last(first, {mine for mine, own in original.items() if own in candidates})
     first.sum().backward()  # the graph alone does not show what a custom backward reads
     used = {id(parameter) for parameter in copied.parameters() if parameter.grad is not None}

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def changes(before: Record, after: Record) -> list[str]:
             found.append(f"{path} is gone")
         elif not _same(value, after[path]):
             found.append(f"{path} was {_short(value)}, is {_short(after[path])}")
-    return found
+    return [re.sub(r"\._modules\['(\w+)'\]", r".\1", line) for line in found]
 
 
 def fake_tensors(model: nn.Module) -> list[str]:
@@ -54,7 +55,7 @@ def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, An
     if isinstance(thing, Tensor):
         fake = isinstance(thing, FakeTensor) or thing.device.type == "meta"
         value = None if fake else thing.detach().clone()
-        yield path, (id(thing), type(thing).__name__, thing.requires_grad, value)
+        yield path, (id(thing), type(thing).__name__, str(thing.dtype), thing.requires_grad, value)
         yield from _walk(vars(thing), f"{path}.__dict__", seen)
     elif isinstance(thing, functools.partial):
         yield path, ("partial", id(thing.func))

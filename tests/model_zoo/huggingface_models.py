@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.model_zoo.calls import Factory, Inputs
+
 WORDS, LENGTH, CLASSES, PIXELS = 64, 16, 3, 32
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -329,7 +331,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
 }
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def build(name: str) -> tuple[nn.Module, Inputs]:
     """A model with random weights, and a batch of two for it."""
     import transformers
 
@@ -338,4 +340,4 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return kind(kind.config_class(**options)), inputs()
 
 
-FACTORIES: dict[str, Callable[[], Any]] = {f"huggingface/{name}": (lambda name=name: build(name)) for name in MODELS}
+FACTORIES: dict[str, Factory] = {f"huggingface/{name}": (lambda name=name: build(name)) for name in MODELS}

@@ -2,21 +2,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import gxd
 from tests.model_zoo import coverage, damage
+from tests.model_zoo.calls import Factory, Inputs, run
 from tests.model_zoo.proof import disprove, is_provable
 
-Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
-Factory = Callable[[], tuple[nn.Module, Inputs]]
-CHECKED = 12  # groups of a model: `check` runs the whole model several times for each
+CHECKED = 6  # groups of a model: `check` runs the whole model several times for each
 
 
 @dataclass
@@ -54,23 +51,12 @@ class Measured:
     group_reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-def run(model: nn.Module, inputs: Inputs) -> Any:
-    """The outputs of a model."""
-    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-
-
-def tensors(outputs: Any) -> list[Tensor]:
-    """The tensors among the outputs."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
 def evaluated(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """The outputs in evaluation mode; the modes are given back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    torch.manual_seed(0)
     with torch.no_grad():
-        outputs = [tensor.clone() for tensor in tensors(run(model, inputs))]
+        outputs = [tensor.clone() for tensor in run(model, inputs)]
     for module, mode in modes:
         module.training = mode
     return outputs
@@ -89,7 +75,7 @@ def measure(name: str, factory: Factory) -> Measured:
     model.train()
     found = Measured(name)
     outputs = evaluated(model, inputs)  # also fills what a model keeps from its first pass
-    weights = coverage.weights(model, lambda copied: run(copied, inputs))
+    weights = coverage.weights(model, inputs)
     found.layers, found.rows = len(weights), sum(weight.rows for weight in weights.values())
     before = damage.record(model)
     start = time.perf_counter()
@@ -114,7 +100,7 @@ def measure(name: str, factory: Factory) -> Measured:
     found.reasons = coverage.reasons(weights, covered, plan)
     found.group_reasons = coverage.reasons(weights, both, grouped)
     for either in (plan, grouped):
-        found.disproof += disprove(model, lambda copied: run(copied, inputs), either)
+        found.disproof += disprove(model, inputs, either)
         found.unproved += sum(not is_provable(group) for group in either.groups)
     before = damage.record(model)
     try:

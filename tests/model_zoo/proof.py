@@ -6,32 +6,36 @@ If the plan is right, nothing but the claimed columns of the consumers tells the
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from gxd import Group, UnitPlan
+from tests.model_zoo.calls import Inputs, run
 
 UNITS = 3  # of each group
 DRAWS = 8  # a unit drawn anew may be silent on these inputs
-TOLERANCE = 1e-5  # of the largest value: what is more than rounding
 
 Chosen = Sequence[tuple[Group, Tensor]]
 
 
-def disprove(model: nn.Module, run: Callable[[nn.Module], Any], plan: UnitPlan) -> list[str]:
+def disprove(model: nn.Module, inputs: Inputs, plan: UnitPlan) -> list[str]:
     """What is wrong with the plan, a line each; nothing if it holds."""
-    trial = _Trial(copy.deepcopy(model).eval(), run)
+    try:
+        trial = _Trial(model, inputs, torch.float64)
+    except (RuntimeError, TypeError):  # some models insist on float32
+        trial = _Trial(model, inputs, torch.float32)
     coupled = [any(norm.couples for norm in group.norms) for group in plan.groups]
     alone = [group for group, is_coupled in zip(plan.groups, coupled) if not is_coupled]
     faults = _claimed_twice(plan)
-    if alone and trial.faults(alone):  # all groups at once; one by one only to say which it is
-        faults += [fault for group in alone for fault in trial.faults([group])] or ["groups are wrong only together"]
+    together = trial.faults(alone) if alone else []
+    if together:  # one by one only to say which it is
+        faults += [fault for group in alone for fault in trial.faults([group])] or together
     for group, is_coupled in zip(plan.groups, coupled):  # norms are held still for one group at a time
         faults += trial.faults([group]) if is_coupled and is_provable(group) else []
     return faults
@@ -52,36 +56,49 @@ class _Seen:
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
-        self.model, self.run = model, run
+    """A copy of a model in which units are drawn anew.
+
+    What hides units is out of the way: parameters that start as constants (gammas, layer scales, heads) are disturbed,
+    and batch norms have the statistics of the inputs, so that the signal does not fade on its way.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> None:
+        self.model = model = copy.deepcopy(model).to(dtype)
+        self.inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+        self.tolerance = 1e-9 if dtype == torch.float64 else 1e-5  # of the largest value: what is more than rounding
         self.generator = torch.Generator().manual_seed(0)
         self.tensors = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        for (
-            parameter
-        ) in model.parameters():  # gammas, layer scales and heads that start as constants hide what is behind
+        for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.numel() > 1 and parameter.min() == parameter.max():
                 parameter.data += 0.3 * self.random(parameter.shape).to(parameter)
+        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        for norm in norms:
+            norm.momentum = 1.0
+        with torch.no_grad():
+            if norms:
+                run(model.train(), self.inputs)
+            run(model.eval(), self.inputs)
         self.own = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
     def faults(self, groups: Sequence[Group]) -> list[str]:
         name = groups[0].name if len(groups) == 1 else f"{len(groups)} groups"
         chosen = [(group, torch.randperm(group.size, generator=self.generator)[:UNITS]) for group in groups]
-        if not _differ(self.draw(chosen, zero=False).outputs, self.draw(chosen, zero=False).outputs):
+        if not self.differ(self.draw(chosen, zero=False), self.draw(chosen, zero=False)):
             return [f"{name}: nothing is proven, for drawing the units anew does not change the outputs"]
         first = self.draw(chosen, zero=True)
         found: dict[str, None] = {}
         still = set(first.inputs)
         for _ in range(DRAWS):
             other = self.draw(chosen, zero=True, like=first)
-            if _differ(first.outputs, other.outputs):
+            if self.differ(first, other):
                 found[f"{name}: the outputs depend on the units, though the columns that read them are zero"] = None
             for key, one in first.inputs.items():
                 group, index = chosen[key[0]]
                 view = group.views[key[1]]
-                moved = _moved(one, other.inputs[key], view.axis)
+                moved = self.apart(one, other.inputs[key]).movedim(view.axis, -1).flatten(0, -2).any(0)
                 claimed = view.columns[index].flatten()
                 if moved[claimed].any():
                     still.discard(key)
@@ -112,9 +129,7 @@ class _Trial:
                 for number, (group, index) in enumerate(chosen):
                     for hook in self.hooks(number, group, index, seen, like):
                         stack.callback(hook.remove)
-                torch.manual_seed(0)
-                outputs = tree_leaves(self.run(self.model))
-        seen.outputs = [leaf.clone() for leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+                seen.outputs = [output.clone() for output in run(self.model, self.inputs)]
         return seen
 
     def change(self, group: Group, index: Tensor, zero: bool) -> None:
@@ -149,10 +164,18 @@ class _Trial:
                     if like is None:
                         return None
                     before, result = like.norms[name][len(calls) - 1]
-                    return torch.where(_apart(args[0], before), output, result)
+                    return torch.where(self.apart(args[0], before), output, result)
 
                 hooks.append(self.model.get_submodule(norm.module).register_forward_hook(hold))
         return hooks
+
+    def apart(self, one: Tensor, other: Tensor) -> Tensor:
+        """Which elements differ by more than rounding."""
+        scale = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
+        return (one - other).abs().nan_to_num(0.0) > self.tolerance * scale
+
+    def differ(self, one: _Seen, other: _Seen) -> bool:
+        return any(bool(self.apart(a, b).any()) for a, b in zip(one.outputs, other.outputs, strict=True))
 
     def random(self, shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self.generator)
@@ -170,18 +193,3 @@ def _claimed_twice(plan: UnitPlan) -> list[str]:
     twice = [f"row {row} of {name}" for (name, row), count in rows.items() if count > 1]
     twice += [f"column {column} of {name}" for (name, _, column), count in columns.items() if count > 1]
     return [f"{what} belongs to several units" for what in twice[:3]]
-
-
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements differ by more than rounding."""
-    scale = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
-    return (one - other).abs().nan_to_num(0.0) > TOLERANCE * scale
-
-
-def _differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return any(bool(_apart(a, b).any()) for a, b in zip(one, other, strict=True))
-
-
-def _moved(one: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Which columns of a consumer's input differ."""
-    return _apart(one, other).movedim(axis, -1).flatten(0, -2).any(0)

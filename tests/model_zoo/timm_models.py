@@ -1,11 +1,11 @@
 """Sixty models of timm, one of nearly every family: name -> options that make it smaller."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.model_zoo.calls import Factory, Inputs
 from tests.model_zoo.torchvision_stand_in import import_timm
 
 CLASSES = 10
@@ -82,7 +82,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Tensor] | tuple[Tensor, ...]]:
+def build(name: str) -> tuple[nn.Module, Inputs]:
     """A model with random weights, and a batch of two for it."""
     timm = import_timm()
     options = dict(MODELS[name])
@@ -91,4 +91,4 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor] | tuple[Tensor, ...]]
     return model, (torch.randn(2, 3, pixels, pixels),)
 
 
-FACTORIES: dict[str, Callable[[], Any]] = {f"timm/{name}": (lambda name=name: build(name)) for name in MODELS}
+FACTORIES: dict[str, Factory] = {f"timm/{name}": (lambda name=name: build(name)) for name in MODELS}
