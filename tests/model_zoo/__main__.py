@@ -20,21 +20,6 @@ import gxd
 from tests.model_zoo.measure import Measured, measure
 from tests.model_zoo.models import FACTORIES
 
-COLUMNS = (
-    "model",
-    "seconds",
-    "layers",
-    "rows",
-    "skip",
-    "group",
-    "groups",
-    "check",
-    "damage",
-    "disproof",
-    "error",
-    "reasons",
-)
-
 
 def main() -> None:
     """Measure the models whose names contain one of the given words, or all."""
@@ -46,20 +31,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    gxd.find_units(
-        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.randn(2, 2)
-    )  # imports are not timed
+    # The first call imports much of torch, which is not to be timed.
+    gxd.find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.randn(2, 2))
     chosen = [name for name in FACTORIES if not options.names or any(part in name for part in options.names)]
     found = []
     with options.out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer = csv.DictWriter(file, list(_row(Measured(""))))
+        writer.writeheader()
         for name in chosen:
             try:
                 with _limit(options.timeout):
                     found.append(measure(name, FACTORIES[name]))
-            except TimeoutError as error:
-                found.append(Measured(name, error=str(error)))
+            except Exception as error:  # one model must not cost the others their line
+                found.append(Measured(name, error=f"{type(error).__name__}: {error}".splitlines()[0]))
             writer.writerow(_row(found[-1]))
             file.flush()
             print(_line(found[-1]), flush=True)
@@ -67,15 +51,25 @@ def main() -> None:
         print(_summary(library, [entry for entry in found if entry.name.startswith(library)]))
 
 
-def _row(entry: Measured) -> list[object]:
+def _row(entry: Measured) -> dict[str, object]:
     reasons = Counter[str]()
     for (reason, _), rows in entry.reasons.items():
         reasons[_general(reason)] += rows
-    return [
-        *(entry.name, f"{entry.seconds:.2f}", entry.layers, entry.rows, f"{entry.skip:.4f}", f"{entry.group:.4f}"),
-        *(entry.groups, entry.check, "; ".join(entry.damage[:5]), "; ".join(entry.disproof[:5]), entry.error),
-        "; ".join(f"{rows} rows: {reason}" for reason, rows in reasons.most_common(5)),
-    ]
+    return {
+        "model": entry.name,
+        "seconds": f"{entry.seconds:.2f}",
+        "layers": entry.layers,
+        "rows": entry.rows,
+        "coverage_skip": f"{entry.skip:.4f}",
+        "coverage_group": f"{entry.group:.4f}",
+        "groups": entry.groups,
+        "check": entry.check,
+        "damage": "; ".join(entry.damage[:5]),
+        "disproof": "; ".join(entry.disproof[:5]),
+        "unproved": entry.unproved,
+        "error": entry.error,
+        "reasons": "; ".join(f"{rows} rows: {reason}" for reason, rows in reasons.most_common(5)),
+    }
 
 
 def _line(entry: Measured) -> str:
@@ -95,10 +89,9 @@ def _summary(library: str, entries: Sequence[Measured]) -> str:
     seconds = [entry.seconds for entry in entries if not entry.error]
     if seconds:
         lines.append(f"  find_units: median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s")
-    lines.append(
-        f"  not traced: {sum(bool(e.error) for e in entries)}; damaged: {sum(bool(e.damage) for e in entries)}"
-    )
-    lines.append(f"  disproved: {sum(bool(e.disproof) for e in entries)}")
+    counts = {kind: sum(bool(getattr(entry, kind)) for entry in entries) for kind in ("error", "damage", "disproof")}
+    lines.append("  models not traced {error}, damaged {damage}, disproved {disproof}".format(**counts))
+    lines.append(f"  groups that the proof cannot reach: {sum(entry.unproved for entry in entries)}")
     for word in ("crashed", "wrong", "inconclusive"):
         lines.append(f"  check {word}: {sum(word in e.check for e in entries)}")
     for kind in ("reasons", "group_reasons"):
@@ -111,7 +104,7 @@ def _summary(library: str, entries: Sequence[Measured]) -> str:
                 cost[_general(reason)] += rows
                 models[_general(reason)].add(entry.name)
                 example.setdefault(_general(reason), f"{entry.name} {module}: {reason}")
-        lines.append(f"  {'residual=skip' if kind == 'reasons' else 'residual=group'}: why rows are not covered")
+        lines.append(f"  why rows are not covered, residual={'skip' if kind == 'reasons' else 'group'!r}")
         for reason, rows in cost.most_common(25):
             lines.append(f"    {rows / total:6.1%} {len(models[reason]):3} models  {reason}   e.g. {example[reason]}")
     return "\n".join(lines)

@@ -56,7 +56,8 @@ def _walk(thing: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, An
         fake = isinstance(thing, FakeTensor) or thing.device.type == "meta"
         value = None if fake else thing.detach().clone()
         yield path, (id(thing), type(thing).__name__, str(thing.dtype), thing.requires_grad, value)
-        yield from _walk(vars(thing), f"{path}.__dict__", seen)
+        for key, inner in list(vars(thing).items()):
+            yield from _walk(inner, f"{path}.{key}", seen)
     elif isinstance(thing, functools.partial):
         yield path, ("partial", id(thing.func))
         yield from _walk((thing.args, thing.keywords), path, seen)

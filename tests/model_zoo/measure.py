@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +30,8 @@ class Measured:
         damage: what ``find_units`` or ``check`` has changed about the model.
         disproof: what is wrong with the plans.
         unproved: groups of both plans behind a norm without a module, which cannot be held still for the proof.
-        check: the verdicts of ``gxd.check``, counted, or how it crashed.
+        check: the verdicts of ``gxd.check`` on some groups, counted, or how it crashed.
+        verdicts: of these groups, in words.
         reasons: (reason, module) -> the rows that it costs, with ``residual="skip"``.
         group_reasons: the same with ``residual="group"``.
     """
@@ -62,12 +64,6 @@ def evaluated(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return outputs
 
 
-def _sample(plan: gxd.UnitPlan) -> gxd.UnitPlan:
-    """The plan with some of its groups only, from all over the model."""
-    every = max(1, -(-len(plan.groups) // CHECKED))
-    return replace(plan, groups=plan.groups[::every])
-
-
 def measure(name: str, factory: Factory) -> Measured:
     """Build a model, find its units both ways, prove and check the plans, and see what has changed meanwhile."""
     torch.manual_seed(0)
@@ -84,7 +80,8 @@ def measure(name: str, factory: Factory) -> Measured:
         found.seconds = time.perf_counter() - start
         grouped = gxd.find_units(model, inputs, residual="group")
         if isinstance(inputs, Mapping):  # Hugging Face models put hooks on themselves when first asked for these
-            gxd.find_units(model, {**inputs, "output_hidden_states": True})
+            with suppress(gxd.TraceError):
+                gxd.find_units(model, {**inputs, "output_hidden_states": True})
     except gxd.TraceError as error:
         found.error = str(error).splitlines()[0]
         found.damage = damage.changes(before, damage.record(model))
