@@ -42,7 +42,7 @@ def weights(model: nn.Module, inputs: Inputs) -> dict[int, Weight]:
                 )
     try:  # in evaluation no layer is dropped at random
         used, last = _used_and_last(model, inputs, set(found), training=False)
-    except AssertionError:  # but a reversible network insists on training
+    except (AssertionError, RuntimeError):  # but some can be differentiated in training only
         used, last = _used_and_last(model, inputs, set(found), training=True)
     return {key: weight for key, weight in found.items() if key in used - last - embeddings}
 
