@@ -12,20 +12,27 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 # The stamps name the Python version, so that another $(PYTHON) is noticed. The demo needs less than the tests.
 LAB     := $(VENV)/.installed-lab-$(VERSION)
 STAMP   := $(VENV)/.installed-$(VERSION)
+ZOO     := $(VENV)/.installed-zoo-$(VERSION)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types format venv clean
+.PHONY: help demo test test-zoo zoo-report lint types format venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(LAB) ## watch backprop lose its plasticity, and resets keep it: about two minutes on two cores
 	$(BIN)/gxd demo
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging Face, each plan proved on the model
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --show-capture=no tests/model_zoo/suite.py $(PYTEST_ARGS)
+
+zoo-report: $(ZOO) ## how much of each of these models is covered and why not all, as zoo-coverage.csv
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_zoo --out zoo-coverage.csv
 
 lint: $(STAMP) ## ruff: rules and formatting, nothing is changed
 	$(BIN)/ruff check .
@@ -45,7 +52,7 @@ venv: $(STAMP) ## make or update the environment in .venv
 $(LAB): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@if [ -e $@ ]; then rm -f $@ $(STAMP); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@if [ -e $@ ]; then rm -f $@ $(STAMP) $(ZOO); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@echo "installing gxd[lab] with the versions of constraints.txt; the first time this takes minutes"
 	@$(PIP) hatchling
 	@$(PIP) --no-build-isolation -e '.[lab]'
@@ -56,6 +63,13 @@ $(STAMP): $(LAB)
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
+# timm comes without its dependencies: they include torchvision, which would bring another build of torch.
+$(ZOO): $(STAMP)
+	@echo "installing gxd[zoo] and timm"
+	@$(PIP) --no-build-isolation -e '.[zoo]'
+	@$(PIP) --no-deps timm
+	@touch $@
+
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) gxd-demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) gxd-demo zoo-coverage.csv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
