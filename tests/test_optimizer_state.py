@@ -214,6 +214,20 @@ def test_moments_factored_without_an_axis_are_cleared_where_they_have_the_slice(
         assert torch.equal(optimizer.state[model[2].weight][key], expected)
 
 
+def test_one_number_of_a_parameter_of_one_element_is_a_counter_if_its_name_says_so():
+    parameter = nn.Parameter(torch.ones(1))
+    keep = lambda p: {"step": torch.tensor([7.0]), "exp_avg": torch.tensor([7.0]), "norm": torch.tensor([7.0])}
+    optimizer = Kept([parameter], keep)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    gxd.reset_optimizer_state(optimizer, parameter, [0])
+    assert {key: value.item() for key, value in optimizer.state[parameter].items()} == {
+        "step": 7.0,
+        "exp_avg": 0.0,
+        "norm": 7.0,
+    }
+
+
 @pytest.mark.parametrize("policy", ["keep", "reset"])
 @pytest.mark.parametrize("begin", [7, 7.0, torch.tensor(7.0), torch.tensor([7.0])], ids=str)
 def test_counters_follow_the_policy_whatever_they_are_kept_in(policy: str, begin: Any):

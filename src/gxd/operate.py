@@ -122,6 +122,7 @@ def reset_optimizer_state(
         )
     index = _checked(index, parameter.shape[dim], "reset_optimizer_state: index")
     if len(index):
+        check_state([optimizer], {})
         where = AlongAxis(dim % parameter.dim(), index)
         with torch.no_grad():
             unchanged = Write(parameter, where, where.read(parameter))

@@ -114,7 +114,7 @@ def understand(key: Any, value: Any, parameter: Tensor, classes: tuple[str, ...]
             raise NotUnderstood(known.why if known is not None and known.why else _why_not(value))
         return Memory(known) if known is not None and known.kind == COUNTER and value is not None else KEPT
     shape = parameter.shape
-    if value.shape != shape and value.numel() == 1:  # shared by all slices
+    if value.numel() == 1 and (known is None or known.kind == COUNTER or value.shape != shape):  # shared by all slices
         return Memory(known) if known is not None and (known.kind == COUNTER or known.flat) else KEPT
     if known is None or known.why or _is_coded(value):
         raise NotUnderstood(known.why if known is not None and known.why else _why_not(value))

@@ -229,7 +229,7 @@ def _begin(begin: float | str, optimizers: Sequence[Any], parameter: Tensor) -> 
     if not isinstance(begin, str):
         return begin
     groups = (group for one in all_inside(optimizers) for group in getattr(one, "param_groups", ()))
-    return float(next(group[begin] for group in groups if any(p is parameter for p in group["params"])))
+    return float(next((g[begin] for g in groups if begin in g and any(p is parameter for p in g["params"])), 0.0))
 
 
 def _without_repeats(
