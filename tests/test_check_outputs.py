@@ -48,6 +48,10 @@ def sampled(z):
     return torch.distributions.Normal(z, 1.0).sample()
 
 
+def slope(z):
+    return torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(z)
+
+
 ENDS = {
     "a tensor": lambda z: z,
     "a dict with None and numbers": lambda z: {"y": [z, None], "n": 3, "names": ("a", "b"), "index": torch.arange(3)},
@@ -66,6 +70,7 @@ ENDS = {
     "masked by infinity": lambda z: z.masked_fill(MASK, -torch.inf),
     "masked by a large number": lambda z: z.masked_fill(MASK, -1e9),
     "dropout in evaluation": lambda z: F.dropout(z, 0.5, training=True),
+    "gradients of functions": slope,
     "noise": lambda z: z + torch.randn_like(z),
 }
 
@@ -80,6 +85,14 @@ def test_there_is_a_verdict_on_whatever_a_model_returns(name):
 
 
 INPUTS = {"dict": {"x": X}, "tuple": (X,), "half": {"x": X.bfloat16()}, "leaf": {"x": X.clone().requires_grad_()}}
+
+
+def test_an_output_does_not_hide_behind_a_larger_one():
+    """The units leak into an output that is small beside another, which they reach as the plan says."""
+    model = Net(lambda z: z)
+    model.forward = lambda x: (1e6 * model.b(h := F.relu(model.a(x))), 1e-6 * h.sum(1))
+    plan = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
+    assert gxd.check(model, X, plan=plan)["a"].status == "wrong"
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gxd.clamp import blurred, clamped
-from gxd.disturb import disturb
+from gxd.disturb import disturb, measured, with_fresh_statistics
 from gxd.find import call_arguments
 from gxd.freeze import Calls, OneCall, frozen, recorded
 from gxd.layers import NamedTensors
@@ -82,6 +82,9 @@ class Probe:
         self.own = copies(plain)
         disturb(self.own, self.generator)
         try:
+            fresh = with_fresh_statistics(model)
+            if fresh:
+                self.run(None, None, measured(fresh), tensors=self.own)
             self.finite = self._look()
         except Exception:  # a model may check its parameters: as they are, then
             self.finite = False
