@@ -1,8 +1,8 @@
 """check and reset_cost run a model on other tensors, and leave it its own: every object, in its place."""
 
 import copy
-import itertools
 from collections import OrderedDict
+from itertools import count
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ def test_parameters_and_buffers_are_the_same_objects_afterwards(kind, use):
 @pytest.mark.parametrize("kind", [TwoNames, Tied, Buffers])
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_they_are_so_after_an_exception_in_any_run(kind, use, number):
-    model, calls = kind(), itertools.count(1)  # which, other than a list, is not put back between two runs
+    model, calls = kind(), count(1)  # which, other than a list, is not put back between two runs
 
     def fail(module, args):
         if next(calls) >= number:

@@ -131,6 +131,20 @@ def test_a_hundred_layers_stay_of_a_sane_size(kind):
     assert gxd.check(model, X, plan=plan)["a.50"].status == "passed"
 
 
+def test_a_deep_network_whose_norms_have_seen_nothing_yet_is_checked():
+    """Statistics of 0 and 1 normalise nothing, so that each norm lets a tenth through."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(16) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+    for norm in model[2::3]:
+        nn.init.constant_(norm.weight, 0.1)
+    plan = gxd.find_units(model, X)
+    report = gxd.check(model, X, plan=plan)
+    assert {g.status for g in report.groups} == {"passed"}, report
+    assert all(gxd.check(model, X, plan=wrong)["1"].status == "wrong" for _, wrong in broken(plan, "1"))
+    assert not model[2].running_mean.any()
+
+
 def test_tied_tensors_stay_tied_and_are_disturbed_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4))
     model[1].weight, model[3].weight = model[0].weight, model[2].weight

@@ -172,12 +172,15 @@ def _verdict(probe: Probe, group: Group, batch_dim: int, units: int, tolerance: 
     index = clamp.index
     norms = probe.frozen_norms(group, clamp)
     far, stray, still = _draw_anew(probe, group, clamp, norms or {})
-    reset, _ = probe.run(probe.operated(group, index))
-    outgoing, _ = probe.run(probe.operated(replace(group, producers=(), norms=()), index))
+    reset, _ = probe.run(tensors=probe.operated(group, index))
+    outgoing, _ = probe.run(tensors=probe.operated(replace(group, producers=(), norms=()), index))
     error = clamp.distance(reset) / clamp.effect
     allowed = tolerance * clamp.effect + clamp.floor
 
+    silent = _not_called(group, clamp)
+
     def verdict(status: str, detail: str) -> GroupCheck:
+        detail += f"; {silent[0]!r} is not called on these inputs" if silent else ""
         return GroupCheck(group.name, status, error, detail)
 
     # A norm that couples the units and cannot be frozen carries them everywhere.
@@ -205,8 +208,12 @@ def _clamp(probe: Probe, group: Group, units: int) -> Clamp:
     return clamp if clamp.shows or half <= units else probe.clamp(group, order[:half].sort().values)
 
 
+def _not_called(group: Group, clamp: Clamp) -> list[str]:
+    return [c.module for n, view in enumerate(group.views) for c in view.consumers if (n, c.module) not in clamp.seen]
+
+
 def _why_nothing_shows(probe: Probe, group: Group, clamp: Clamp) -> str:
-    silent = [c.module for n, view in enumerate(group.views) for c in view.consumers if (n, c.module) not in clamp.seen]
+    silent = _not_called(group, clamp)
     if silent:
         return f"{silent[0]!r} is not called on these inputs"
     if probe.drift > 0 and clamp.effect <= MARGIN * clamp.drift:

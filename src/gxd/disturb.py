@@ -8,7 +8,9 @@ anything hides as much as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,42 @@ def disturb(tensors: Mapping[str, Tensor], generator: torch.Generator) -> None:
         elif name.endswith("running_mean"):
             deviation = tensors.get(f"{name.removesuffix('mean')}var", torch.ones(())).sqrt()
             tensor.add_(deviation.to(tensor) * _offsets(tensor, generator).to(tensor))
+
+
+def with_fresh_statistics(model: nn.Module) -> list[nn.Module]:
+    """The norms whose running statistics are still 0 and 1."""
+    found = []
+    for module in model.modules():
+        mean, var = module._buffers.get("running_mean"), module._buffers.get("running_var")
+        if mean is not None and var is not None and not bool(mean.any()) and bool((var == 1).all()):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def measured(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this context, norms measure their running statistics on what they are given, and write them to the tensors
+    that they run on. With statistics of 0 and 1 nothing is normalised in evaluation, and a deep network that relies on
+    it lets next to nothing through.
+    """
+
+    def measure(module: nn.Module, args: tuple[Any, ...]) -> None:
+        mean, var = module._buffers["running_mean"], module._buffers["running_var"]
+        if mean is None or var is None or not args or args[0].dim() < 2 or args[0].shape[1] != len(var):
+            return
+        x = args[0].detach()
+        own_var, own_mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+        own_var = own_var.clamp(min=0.1 * float(own_var.mean()))  # a channel may be silent on these inputs
+        if bool((own_var > 0).all()):  # what was disturbed stays so, in the units of the data
+            mean.copy_(own_mean + own_var.sqrt() * mean)
+            var.mul_(own_var)
+
+    handles = [norm.register_forward_pre_hook(measure) for norm in norms]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _move_vector(tensor: Tensor, generator: torch.Generator) -> None:

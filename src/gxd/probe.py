@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gxd.clamp import blurred, clamped
-from gxd.disturb import disturb
+from gxd.disturb import disturb, measured, with_fresh_statistics
 from gxd.find import call_arguments
 from gxd.freeze import Calls, OneCall, frozen, recorded
 from gxd.layers import NamedTensors
@@ -22,9 +22,10 @@ from gxd.plan import Group
 from gxd.substitute import Call, copied_arguments, copies, run
 
 CLAMP = 0.37  # any value will do; not 0, which would hide a missing compensation
-_FLOOR = 1e-9  # of the outputs' scale: smaller effects prove nothing, in whatever precision
+_FLOOR = 1e-13  # of the outputs' scale: smaller differences prove nothing, in whatever precision
+_LARGE = 1e-6  # of the outputs' scale: beside a larger effect no rounding in float64 counts
 MARGIN = 4.0  # differences up to so many times what rounding was seen to do are put down to rounding
-_BLURS = 2  # how often rounding is looked at; in float64 it is below the floor
+_BLURS = 2  # how often rounding is looked at
 
 Inputs = dict[tuple[int, str], Tensor]  # (view, consumer) -> what it would have read
 
@@ -75,29 +76,33 @@ class Probe:
         self.model, self.seed, self.dtype = model, seed, dtype
         self.generator = torch.Generator().manual_seed(seed)
         self.call = call_arguments(example_inputs)
-        self.by_layer = False
+        self.by_layer, self.sizes = False, list[float]()
         plain = copies(NamedTensors(model), dtype)
         self.precision = _lowest(t.dtype for t in plain.values())
         self.own = copies(plain)
         disturb(self.own, self.generator)
         try:
-            self.before = self._first_run()
+            fresh = with_fresh_statistics(model)
+            if fresh:
+                self.run(None, None, measured(fresh), tensors=self.own)
+            self.finite = self._look()
         except Exception:  # a model may check its parameters: as they are, then
             self.finite = False
         if not self.finite:
             self.own = plain
-            self.before = self._first_run()
-        self.drift = distance(self.before, self.run(self.own)[0])
+            self.finite = self._look()
 
     def run(
         self,
-        tensors: Mapping[str, Tensor],
         group: Group | None = None,
         index: Tensor | None = None,
-        hooks: Sequence[AbstractContextManager[Any]] = (),
+        *hooks: AbstractContextManager[None],
+        tensors: Mapping[str, Tensor] | None = None,
         call: Call | None = None,
     ) -> tuple[list[Tensor], Inputs]:
-        """The outputs, and what the consumers of ``group`` would have read, with its units clamped."""
+        """The outputs, each in units of its size, and what the consumers of ``group`` would have read, with its units
+        clamped. Other ``tensors`` than the model's disturbed ones may be written to.
+        """
         seen: Inputs = {}
         layers: list[Tensor] = []
 
@@ -106,18 +111,19 @@ class Probe:
                 seen[number, consumer] = source.clone()
 
         if group is not None and index is not None:
-            hooks = [clamped(self.model, group, index, CLAMP, see), *hooks]
+            hooks = (clamped(self.model, group, index, CLAMP, see), *hooks)
         if self.by_layer:
-            hooks = [*hooks, _watched_layers(self.model, layers)]
-        arguments = copied_arguments(call or self.call, self.dtype)
-        returned = run(self.model, copies(tensors), arguments, self.seed, hooks)
+            hooks = (*hooks, _watched_layers(self.model, layers))
+        tensors = copies(self.own) if tensors is None else tensors
+        returned = run(self.model, tensors, copied_arguments(call or self.call, self.dtype), self.seed, hooks)
         outputs = layers if self.by_layer else values_in(returned)
         self.rounded = _lowest(t.dtype for t in outputs)
-        return [_as_real(t.detach()) for t in outputs], seen
+        sizes = self.sizes if len(self.sizes) == len(outputs) else [1.0] * len(outputs)
+        return [_as_real(t.detach()) / size for t, size in zip(outputs, sizes, strict=True)], seen
 
     def clamp(self, group: Group, index: Tensor) -> Clamp:
         """Clamp units, and see what that does and what rounding does."""
-        outputs, seen = self.run(self.own, group, index)
+        outputs, seen = self.run(group, index)
         chosen = list(range(len(outputs)))
         if self.by_layer:  # what lies behind the consumers; the rest does not speak of outputs
             chosen = [i for i, (a, b) in enumerate(zip(self.before, outputs, strict=False)) if not _equal(a, b)]
@@ -125,21 +131,21 @@ class Probe:
         rounding = max(_FLOOR, MARGIN * eps, torch.finfo(self.rounded).eps) * scale
         drift = max(_FLOOR * scale, MARGIN * self.drift)
         drifts = {key: 1e-7 * float(source.abs().max() + _FLOOR) for key, source in seen.items()}
-        for _ in range(_BLURS if self.precision != torch.float64 else 0):
+        effect = distance(self.before, outputs, chosen)
+        for _ in range(_BLURS if self.precision != torch.float64 or effect < _LARGE * scale else 0):
             blur = blurred(self.model, group, eps, self.generator)
-            others, seen_others = self.run(self.own, group, index, [blur])
+            others, seen_others = self.run(group, index, blur)
             rounding = max(rounding, MARGIN * distance(others, outputs, chosen))
             for key, source in seen.items():
                 drifts[key] = max(drifts[key], MARGIN * float((seen_others[key] - source).abs().max()))
         if any("heads" in consumer.ports for consumer in group.consumers):
             drift = max(drift, rounding)  # a clamp behind the layer is not exact
-        effect = distance(self.before, outputs, chosen)
         return Clamp(index, outputs, seen, chosen, effect, max(drift, rounding), drift, drifts)
 
     def draw_anew(self, group: Group, clamp: Clamp, frozen_norms: Mapping[str, Calls]) -> tuple[list[Tensor], Inputs]:
         """The same with the units' incoming weights drawn anew, and the norms that couple them frozen."""
         moved = self.operated(replace(group, views=()), clamp.index, scale=3.0)
-        return self.run(moved, group, clamp.index, [frozen(self.model, frozen_norms)])
+        return self.run(group, clamp.index, frozen(self.model, frozen_norms), tensors=moved)
 
     def operated(self, group: Group, index: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
         """Copies that went through the reset operator, with the clamp's value as the reference."""
@@ -160,7 +166,7 @@ class Probe:
             return None
         found: dict[str, list[OneCall | None]] = {norm.module: [] for norm in coupling}
         if coupling:
-            self.run(self.own, group, clamp.index, [recorded(self.model, coupling, clamp.index, found)])
+            self.run(group, clamp.index, recorded(self.model, coupling, clamp.index, found))
         told = {name: [call for call in calls if call is not None] for name, calls in found.items()}
         return told if all(calls and len(calls) == len(found[name]) for name, calls in told.items()) else None
 
@@ -178,13 +184,13 @@ class Probe:
             return tensor.index_select(batch_dim, torch.tensor(order, device=tensor.device))
 
         swapped: Call = pytree.tree_map_only(Tensor, swap, self.call)
-        outputs_swapped, seen_swapped = self.run(self.own, group, clamp.index, call=swapped)
-        outputs = [clamp.outputs[i] for i in clamp.chosen]
+        outputs_swapped, seen_swapped = self.run(group, clamp.index, call=swapped)
+        outputs = [clamp.outputs[i][1:] for i in clamp.chosen if clamp.outputs[i].dim()]
+        others = [outputs_swapped[i][1:] for i in clamp.chosen if outputs_swapped[i].dim()]
         # Where an example lies in the batch decides about its rounding, too.
         share = min(0.1, max(1e-6, 512 * torch.finfo(self.precision).eps))
-        if not all(o.dim() and o.shape[0] == examples for o in outputs) or distance(
-            [o[1:] for o in outputs], [outputs_swapped[i][1:] for i in clamp.chosen]
-        ) > share * max(1.0, *(float(o.abs().max()) for o in outputs)):
+        by_example = len(outputs) == len(clamp.chosen) and all(o.shape[0] == examples - 1 for o in outputs)
+        if not by_example or distance(outputs, others) > share * max(1.0, _largest(outputs)):
             return False  # the outputs say nothing about examples, or the model mixes them
         for (number, consumer), source in clamp.seen.items():
             reader = Reader(group.views[number], "signed")
@@ -195,22 +201,30 @@ class Probe:
                 return True
         return False
 
-    def _first_run(self) -> list[Tensor]:
-        """The outputs, and what kind of outputs they are: their precision, and whether there are numbers in them."""
+    def _look(self) -> bool:
+        """See what kind of outputs these are, how large, in which precision, and whether two runs agree. Returns
+        whether they are finite; infinities that mask something may be among them.
+        """
+        self.by_layer, self.sizes = False, []
+        self.before, _ = self.run()
+        if not self.before:  # actions, indices: the layers have to tell
+            self.by_layer = True
+            self.before, _ = self.run()
+        self.sizes = [_typical(output) for output in self.before]
+        self.before = [output / size for output, size in zip(self.before, self.sizes, strict=True)]
 
         def note(tensor: Tensor) -> Tensor:  # all that is kept for a backward pass: whatever counts on the way
             if tensor.is_floating_point():
                 self.precision = _lowest([self.precision, tensor.dtype])
             return tensor
 
-        self.by_layer = False
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs, _ = self.run(self.own)
-        if not outputs:  # actions, indices: the layers have to tell
-            self.by_layer = True
-            outputs, _ = self.run(self.own)
-        self.finite = all(not output.isnan().any() and output.isfinite().any() for output in outputs if output.numel())
-        return outputs
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                again, _ = self.run()
+        except Exception:  # not within transforms of torch.func
+            again, _ = self.run()
+        self.drift = distance(self.before, again)
+        return all(not one.isnan().any() and one.isfinite().any() for one in self.before if one.numel())
 
 
 def values_in(returned: Any) -> list[Tensor]:
@@ -240,12 +254,22 @@ def distance(left: Sequence[Tensor], right: Sequence[Tensor], chosen: Sequence[i
     return max((float(change.max()) for change in changes), default=0.0)
 
 
+def _typical(output: Tensor) -> float:
+    """The size of an output, so that none hides behind a larger one."""
+    values = output[output.isfinite() & (output != 0)].abs()
+    return float(values.median()) if values.numel() else 1.0
+
+
 def _scale(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """How large the outputs are that move: others may be fillings, such as -1e9."""
     if [t.shape for t in before] != [t.shape for t in after]:
         return 0.0
-    moved = [a[(a != b) & a.isfinite()].abs() for a, b in zip(before, after, strict=True)]
-    return max((float(values.max()) for values in moved if values.numel()), default=0.0)
+    return _largest([a[a != b] for a, b in zip(before, after, strict=True)])
+
+
+def _largest(outputs: Sequence[Tensor]) -> float:
+    finite = [output[output.isfinite()].abs() for output in outputs]
+    return max((float(values.max()) for values in finite if values.numel()), default=0.0)
 
 
 @contextmanager
