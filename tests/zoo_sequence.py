@@ -213,9 +213,10 @@ class Llama(nn.Module):
     tokens(11, 2, 5),
     {"v": unit(8, "v", "o", exact=False), "gate": unit(12, "gate up", "down", exact=False)},
     {"q": ANY, "k": ANY, "embed": ANY, "head": "output"},
-    extra={},
+    extra={"embed": unit(8, "embed o down", "q k v gate up head", "n1 n2 n3", exact=False)},
 )
 def llama():
+    """The norms are known by what they do, and the embedding writes the stream like a linear layer."""
     return Llama()
 
 
@@ -223,10 +224,10 @@ def llama():
     tokens(11, 2, 4),
     {"c_attn": unit(8, "c_attn", "c_proj"), "fc": unit(12, "fc", "proj")},
     {"wte": "embedding|residual|added", "head": "output"},
-    extra={},
+    extra={"wte": unit(8, "wte wpe c_proj proj", "c_attn fc head", "ln1 ln2", exact=False)},
 )
 def gpt():
-    """An embedding writes to the stream, and its entries are no unit's: no coordinate even in groups."""
+    """Embeddings are reset as writers of the stream, never alone."""
 
     def run(m, ids):
         x = m.wte(ids) + m.wpe(torch.arange(ids.shape[1]))

@@ -35,7 +35,7 @@ def clamped(
     try:
         for number, (view, level) in enumerate(zip(group.views, values, strict=True)):
             columns, levels = view.columns[index].flatten(), level[index].repeat_interleave(view.columns.shape[1])
-            for consumer in view.consumers:
+            for consumer in view.shown:
                 module = model.get_submodule(consumer.site)
                 if "heads" in consumer.ports:
                     hook = _clamp_heads(model, consumer, columns, levels, number, see)
@@ -127,7 +127,7 @@ def watched(model: nn.Module, plan: UnitPlan, one: Pass) -> Iterator[None]:
     views = [view for group in plan.groups for view in group.views]
     try:
         for number, view in enumerate(views):
-            for consumer in view.consumers:
+            for consumer in view.shown:
                 module = model.get_submodule(consumer.site)
                 if "heads" in consumer.ports:
                     handles.append(module.register_forward_hook(_watch_heads(one, number)))

@@ -39,13 +39,14 @@ class Init:
         return fresh.normal_(0.0, self.scale, generator=generator)
 
 
-def fit(weight: Tensor, default_bound: float) -> Init:
+def fit(weight: Tensor, default_bound: float | None) -> Init:
     """Which distribution the weights were drawn from.
 
     The layer's default (uniform on +-``default_bound``) if it fits, else a uniform or a normal of the observed scale
-    if one fits, else the default: weights that fit nothing have been trained, or are zero.
+    if one fits, else the default: weights that fit nothing have been trained, or are zero. Without a default, these are
+    drawn from a normal of the observed scale.
     """
-    default = Init("uniform", default_bound)
+    default = Init("uniform", default_bound) if default_bound is not None else Init("normal", 1.0)
     if weight.is_meta:  # not made yet
         return default
     values = weight.detach().flatten()
@@ -54,13 +55,13 @@ def fit(weight: Tensor, default_bound: float) -> Init:
         return default
     critical = _CRITICAL / math.sqrt(values.numel())
     largest = weight.detach().abs().max().item()
-    if largest <= default_bound * 1.001 and _distance(values, default) < critical:
+    if default_bound is not None and largest <= default_bound * 1.001 and _distance(values, default) < critical:
         return default
     n = weight.numel()
     uniform = Init("uniform", largest * (n + 1) / n)
     normal = Init("normal", values.square().mean().sqrt().item())
     distance, best = min(((_distance(values, c), c) for c in (uniform, normal)), key=lambda pair: pair[0])
-    return best if distance < critical else default
+    return best if distance < critical else default if default_bound is not None else normal
 
 
 def _distance(values: Tensor, init: Init) -> float:

@@ -86,8 +86,12 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
-def default_bound(module: nn.Module, weight: Tensor) -> float:
-    """The bound of the uniform distribution that ``reset_parameters`` of the layer draws its weight from."""
+def default_bound(module: nn.Module, weight: Tensor) -> float | None:
+    """The bound of the uniform distribution that ``reset_parameters`` of the layer draws its weight from; None for an
+    embedding, which is normal, of whatever scale.
+    """
+    if isinstance(module, nn.Embedding):
+        return None
     if isinstance(module, nn.MultiheadAttention):  # xavier_uniform_
         return math.sqrt(6.0 / (weight.shape[0] + weight.shape[1]))
     return 1.0 / math.sqrt(max(1, weight[0].numel()))  # kaiming_uniform_(a=sqrt(5))

@@ -112,6 +112,11 @@ class View:
         """Whether unit ``i`` is column ``i``, as in most layers."""
         return torch.equal(self.columns, torch.arange(len(self.columns)).unsqueeze(1))
 
+    @property
+    def shown(self) -> tuple[Consumer, ...]:
+        """One consumer for each place where the tensor can be seen; several weights of one module read it there."""
+        return tuple({(consumer.site, consumer.ports): consumer for consumer in self.consumers}.values())
+
     def columns_of(self, index: Tensor) -> Tensor:
         """The columns of some units, flat."""
         return index if self.in_order else self.columns.index_select(0, index).flatten()

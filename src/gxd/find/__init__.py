@@ -12,11 +12,11 @@ from gxd import expect
 from gxd.errors import TraceError
 from gxd.fakes import traced_in_place
 from gxd.find import rules  # noqa: F401  (registers the rules)
-from gxd.find.assemble import assemble
+from gxd.find.assemble import assemble, covered
 from gxd.find.engine import Engine
 from gxd.find.finish import finish
 from gxd.find.manual import HandGroup, merge_by_hand
-from gxd.find.trace import Call, call_arguments, calls, trace_call
+from gxd.find.trace import Call, Trace, call_arguments, calls, trace_call
 from gxd.layers import unwrap
 from gxd.plan import UnitPlan
 
@@ -84,10 +84,17 @@ def find_units(
 
 
 def _traced(model: nn.Module, several: Sequence[Call], residual: str, batch_dim: int) -> UnitPlan:
-    engine = Engine(model, [trace_call(model, call, batch_dim) for call in several], residual, batch_dim)
+    traces = [trace_call(model, call, batch_dim) for call in several]
+    engine = _walked(model, traces, residual, batch_dim)
+    grouped = _walked(model, traces, "group", batch_dim) if residual == "skip" and engine.met_sums() else None
+    return assemble(engine, covered(grouped) if grouped is not None else None)
+
+
+def _walked(model: nn.Module, traces: Sequence[Trace], residual: str, batch_dim: int) -> Engine:
+    engine = Engine(model, traces, residual, batch_dim)
     engine.run()
     finish(engine)
-    return assemble(engine)
+    return engine
 
 
 def _check_batch(example_inputs: Any, batch_dim: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gxd.find.engine import Engine, LayerCall, NormCall
 from gxd.find.labels import Value
+from gxd.find.rules.embeddings import ALONE
 from gxd.init import Init, fit
 from gxd.layers import default_bound, layout_of
 from gxd.plan import Consumer, Group, Norm, Producer, Skipped, UnitPlan, View, ranges, tensor_names
@@ -17,12 +18,27 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
-def assemble(engine: Engine) -> UnitPlan:
-    """The plan of a finished walk."""
+def assemble(engine: Engine, grouped: Mapping[str, Tensor] | None = None) -> UnitPlan:
+    """The plan of a finished walk.
+
+    Args:
+        grouped: what ``residual="group"`` would reset (:func:`covered`); said where it would help.
+    """
     groups = _groups(engine)
     tensors = {**engine.parameters, **dict(engine.model.named_buffers(remove_duplicate=False))}
     shapes = {name: tuple(tensors[name].shape) for name in tensor_names(groups)}
-    return UnitPlan(tuple(groups), tuple(_skipped(engine, groups)), shapes, engine.batch_dim, tuple(_unseen(engine)))
+    skipped = tuple(_skipped(engine, groups, grouped or {}))
+    return UnitPlan(tuple(groups), skipped, shapes, engine.batch_dim, tuple(_unseen(engine)))
+
+
+def covered(engine: Engine) -> dict[str, Tensor]:
+    """The rows of each weight that are units which can be reset."""
+    live = (engine.units.code == 0) & _has_consumer(engine)
+    rows: dict[str, Tensor] = {}
+    for call in engine.layers:
+        own = call.rows[: len(call.units)][live[engine.units.root[call.units]]]
+        rows[call.weight] = torch.cat([rows.get(call.weight, own[:0]), own])
+    return rows
 
 
 def _groups(engine: Engine) -> list[Group]:
@@ -64,7 +80,7 @@ class _Draft:
         self.size = size
         self.producers: list[Producer] = []
         self.views: dict[tuple[object, ...], tuple[LayerCall, Tensor, list[Consumer]]] = {}
-        self.norms: dict[str, Norm] = {}
+        self.norms: dict[tuple[str, str | None], Norm] = {}
         self.residual = False
 
     def add_consumer(self, call: LayerCall, columns: Tensor) -> None:
@@ -86,7 +102,7 @@ class _Draft:
         if entries is None:
             entries = torch.zeros(self.size, 0, dtype=torch.int64)
         norm = Norm(call.module, call.weight, call.bias, call.running_mean, call.running_var, entries, call.couples)
-        self.norms[call.module] = norm
+        self.norms[call.module, call.weight] = norm
 
     def group(self, name: str) -> Group:
         views = tuple(
@@ -164,9 +180,12 @@ def _named(drafts: Sequence[_Draft]) -> list[Group]:
     return groups
 
 
-def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
+_ADVICE = "; residual='group' resets them together"
+
+
+def _skipped(engine: Engine, groups: Sequence[Group], grouped: Mapping[str, Tensor]) -> list[Skipped]:
     """Every layer whose rows are not all units, with the reason, in the order of execution."""
-    covered = {p.module for g in groups for p in g.producers}
+    producing = {p.module for g in groups for p in g.producers}
     units, has_consumer = engine.units, _has_consumer(engine)
     skipped: dict[str, str] = {}
     seen = set()
@@ -186,11 +205,13 @@ def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
             elif not is_read:
                 reasons.setdefault("no layer reads it", []).append(row)
         for reason, rows in reasons.items():
-            whole = len(rows) == len(call.units) and call.module not in covered
-            name = call.module if whole else f"{call.module}[{ranges(call.rows[torch.tensor(rows)])}]"
-            skipped[name] = reason
+            own = call.rows[torch.tensor(rows)]
+            helps = call.weight in grouped and bool(torch.isin(own, grouped[call.weight]).all())
+            whole = len(rows) == len(call.units) and call.module not in producing
+            skipped[call.module if whole else f"{call.module}[{ranges(own)}]"] = reason + _ADVICE * helps
+    helped = {engine.owner(weight) for weight, rows in grouped.items() if len(rows)}
     for name, reason in engine.refused.items():
-        skipped.setdefault(name, reason)
+        skipped.setdefault(name, reason + _ADVICE * (name in helped))
         seen.add(name)
     for name, module in engine.modules.items():
         if name in seen or any(name == s for s in skipped):
@@ -198,7 +219,7 @@ def _skipped(engine: Engine, groups: Sequence[Group]) -> list[Skipped]:
         if isinstance(module, _RECURRENT):
             skipped[name] = "recurrent layer: its units feed back into themselves"
         elif isinstance(module, _EMBEDDING):
-            skipped[name] = "embedding: its output has no incoming weights to draw again"
+            skipped[name] = ALONE
         elif layout_of(module) is not None and not _is_part_of(name, seen):
             skipped[name] = "not called in the traced forward: example_inputs may be a list of calls, one of which does"
     return [Skipped(name, reason) for name, reason in skipped.items()]

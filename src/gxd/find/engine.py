@@ -134,10 +134,9 @@ class Engine:
             self.batch_size = sizes[0] if sizes else None
             self.walk(self.program.graph, {})
 
-    @property
-    def trace(self) -> Trace:
-        """The one that is being walked."""
-        return self.traces[self.number]
+    def without_grad(self, name: str) -> bool:
+        """Whether a module was called under ``torch.no_grad()``."""
+        return not self.traces[self.number].called.get(id(self.modules[name]), True)
 
     def walk(self, graph: fx.Graph, bound: dict[Any, Any]) -> Any:
         """Label every node; ``bound`` holds the values of the placeholders of a nested graph."""
@@ -333,6 +332,10 @@ class Engine:
             self.units.block(labels[lost], reason)
             unit = where_clear(unit, mixed)
         return Value(unit, where_clear(*collapse(value.example, dims, ignore=None)))
+
+    def met_sums(self) -> bool:
+        """Whether some units are refused because they are added to something."""
+        return any("residual coordinate" in reason or "one another" in reason for reason in self.units.reasons)
 
     def caller(self, node: fx.Node) -> str:
         """Qualified name of the module whose forward contains the node."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gxd.find.engine import REGIONS, Engine, LayerCall, NormCall, op_name
 from gxd.find.labels import Value
+from gxd.find.rules.embeddings import ALONE
 
 MOST_ROWS = 4  # of one layer in one unit: two for a GLU, a few for a maxout
 
@@ -19,6 +20,7 @@ def finish(engine: Engine) -> None:
     _join_traces(engine)
     _refuse_shared_norms(engine)
     _refuse_other_readers(engine)
+    _refuse_lone_embeddings(engine)
     _refuse_large_components(engine)
     engine.units.settle()
 
@@ -117,13 +119,22 @@ def _refuse_call(engine: Engine, call: LayerCall, reason: str) -> None:
     engine.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")
 
 
+def _refuse_lone_embeddings(engine: Engine) -> None:
+    """An embedding is reset only together with the layers that write to the same stream."""
+    added = torch.zeros(len(engine.units), dtype=torch.bool)
+    added[engine.units.root[engine.units.residual]] = True
+    for call in engine.layers:
+        if isinstance(engine.modules[call.module], nn.Embedding):
+            engine.units.block(call.units[~added[engine.units.root[call.units]]], ALONE)
+
+
 def _refuse_large_components(engine: Engine) -> None:
-    """Products can tie a whole layer into one unit (``h * h.roll(1, -1)``); that is no unit to be reset."""
+    """Products, or sums, can tie a whole layer into one unit (``h * h.roll(1, -1)``); that is no unit to be reset."""
     for call in engine.layers:
         roots, counts = engine.units.resolve(call.units).unique(return_counts=True)
         tied = roots[counts > MOST_ROWS]
         members = call.units[torch.isin(engine.units.resolve(call.units), tied)]
-        engine.units.block(members, f"products tie more than {MOST_ROWS} of its rows to one another")
+        engine.units.block(members, f"sums or products tie more than {MOST_ROWS} of its rows to one another")
 
 
 def _other_reader(engine: Engine, inputs: Mapping[str, Sequence[fx.Node]], name: str) -> str | None:

@@ -28,6 +28,7 @@ class Value:
         parameter: if the tensor is (a rearranged part of) a parameter: its name ...
         rows: ... and the index along the parameter's first axis that each element comes from.
         concrete: the tensor itself, where it does not depend on the input (index buffers, ``arange``).
+        selected: if computed indices select it from a parameter (the weights of each token's experts): its name.
         norm: if the units have just been normalised by operations: the number of the norm that was noted.
     """
 
@@ -36,6 +37,7 @@ class Value:
     parameter: str | None = None
     rows: Tensor | None = None
     concrete: Tensor | None = None
+    selected: str | None = None
     norm: int | None = None
 
     @property

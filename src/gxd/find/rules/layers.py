@@ -11,11 +11,13 @@ from torch import Tensor, fx, nn
 from gxd.find.engine import Engine, LayerCall, foreign, op_name, rule
 from gxd.find.labels import FOREIGN, Value, collapse, compact, where_clear
 from gxd.find.marks import ARGUMENT
-from gxd.layers import CONV, CONV_TRANSPOSE, LINEAR, LINEAR_TRANSPOSED, Layout, is_plain_call
+from gxd.layers import CONV, CONV_TRANSPOSE, LINEAR, LINEAR_TRANSPOSED, Layout, is_plain_call, layout_of
 
 
 @rule("linear")
 def linear(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if args[1].selected is not None:
+        return functional(engine, node, args)
     return _layer(engine, node, args, (0, 1, 2), Layout(LINEAR), axis=-1)
 
 
@@ -55,7 +57,7 @@ def product_with_weight(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
     return _layer(engine, node, args, (0, 1, None), layout, axis=-1)
 
 
-@rule("addmv", "bilinear", "addbmm")
+@rule("addmv", "bilinear", "addbmm", "_grouped_mm", "grouped_mm_fallback")
 def unowned_product(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return functional(engine, node, args)
 
@@ -64,14 +66,26 @@ def functional(engine: Engine, node: fx.Node, args: list[Any]) -> Any:
     """A weight used outside its layer: there is no module call to observe."""
     values = [a for a in args if isinstance(a, Value)]
     for value in values:
-        if value.parameter in engine.parameters:
-            name = engine.owner(value.parameter) or value.parameter
-            engine.refused.setdefault(
-                name, f"its weight is used functionally ({op_name(node)}), not by calling the layer"
-            )
+        parameter = weight_of(engine, value)
+        if parameter is not None:
+            engine.refused.setdefault(engine.owner(parameter) or parameter, _why_functional(engine, node, parameter))
     for value in values:
         engine.block(value, f"read by {op_name(node)} with a weight used functionally, which is not a layer call")
     return foreign(node, values)
+
+
+def weight_of(engine: Engine, value: Value) -> str | None:
+    """The parameter that a tensor is, or a part of."""
+    return value.parameter if value.parameter in engine.parameters else value.selected
+
+
+def _why_functional(engine: Engine, node: fx.Node, parameter: str) -> str:
+    shape, name = engine.parameters[parameter].shape, parameter.rpartition(".")[2]
+    if layout_of(engine.modules[engine.owner(parameter)]) is not None:
+        return f"its weight is used functionally ({op_name(node)}), not by calling the layer"
+    kind = "a stack of weights, as of experts," if len(shape) > 2 else "a weight"
+    sizes = " x ".join(map(str, shape))
+    return f"its parameter '{name}' ({sizes}) is {kind} read by {op_name(node)}, not by a layer that can be observed"
 
 
 def _layer(
@@ -100,7 +114,7 @@ def _layer(
     module = engine.modules[caller]
     attention = isinstance(module, nn.MultiheadAttention)
     source: Any = node.args[places[0]]
-    columns = _columns(engine, value, axis, name)
+    columns = columns_of(engine, value, axis, name)
     if not attention and not (caller == name and is_plain_call(module)):
         # Any other class: what it is called with must be what it multiplies, for that is what can be observed.
         found = _argument(engine, node, source, axis, columns)
@@ -111,7 +125,7 @@ def _layer(
     call = LayerCall(
         module=name,
         weight=parameter,
-        bias=_trained(engine, bias),
+        bias=trained(engine, bias),
         layout=layout,
         site=caller,
         ports=_ports(weight, bias) if attention else ("input",),
@@ -126,19 +140,19 @@ def _layer(
     uses = ((node, weight), (added or node, bias))
     engine.noted |= {(user, v.parameter) for user, v in uses if v is not None and v.parameter is not None}
     call.taps = taps
-    call.without_grad = not engine.trace.called.get(id(module), True)
+    call.without_grad = engine.without_grad(caller)
     if not call.ports:
         reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
         engine.units.block(call.columns, reason)
         call.columns = torch.full_like(call.columns, FOREIGN)
-    call.batch_axis, call.fold = _batch(value.example, axis, engine.batch_dim)
+    call.batch_axis, call.fold = batch_axis(value.example, axis, engine.batch_dim)
     if (
         "query" in call.ports and value.unit.dim() == 3
     ):  # the module turns its arguments around, if need be, before it uses them
         call.batch_axis = 0 if module.batch_first else 1
     call.running_mean = _following_running_mean(engine, node) if bias is None else None
     call.approximate = _approximation(engine, call, bias, padded)
-    _consume(engine, call)
+    consume(engine, call)
     _produce(engine, call, weight, bias, node)
     engine.layers.append(call)
     return _output(call, args[places[0]], node, axis)
@@ -225,14 +239,14 @@ def _computed(engine: Engine, node: fx.Node, value: Value, weight: Value, bias: 
     return foreign(node, [value])
 
 
-def _columns(engine: Engine, value: Value, axis: int, name: str) -> Tensor:
+def columns_of(engine: Engine, value: Value, axis: int, name: str) -> Tensor:
     """The label of each input column; a column that holds several units at several positions blocks them."""
     others = [d for d in range(value.unit.dim()) if d != axis % value.unit.dim()]
     kept = engine.reduce(value, others, f"read by '{name}' with several units in one column")
     return kept.unit.flatten()
 
 
-def _batch(example: Tensor, axis: int, default: int) -> tuple[int, str]:
+def batch_axis(example: Tensor, axis: int, default: int) -> tuple[int, str]:
     """Which axis of the input (without the column axis) holds the examples, and how."""
     label, unclear = collapse(example, [axis % example.dim()], ignore=None)
     label = label.squeeze(axis)
@@ -258,7 +272,7 @@ def _batch(example: Tensor, axis: int, default: int) -> tuple[int, str]:
     return fallback
 
 
-def _trained(engine: Engine, bias: Value | None) -> str | None:
+def trained(engine: Engine, bias: Value | None) -> str | None:
     if bias is None or bias.parameter not in engine.parameters:
         return None
     return bias.parameter if engine.parameters[bias.parameter].requires_grad else None
@@ -296,7 +310,7 @@ def refusal(engine: Engine, call: LayerCall) -> str | None:
     return None
 
 
-def _consume(engine: Engine, call: LayerCall) -> None:
+def consume(engine: Engine, call: LayerCall) -> None:
     reason = refusal(engine, call)
     if reason is not None:
         engine.units.block(call.columns, f"read by '{call.module}', which cannot be written ({reason})")

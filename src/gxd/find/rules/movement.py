@@ -34,13 +34,14 @@ def move(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     example = _execute(engine, node, args, kwargs, "example", UNKNOWN)
     if unit is None or example is None:
         return unknown(engine, node, args, kwargs)
-    parameter, rows = None, None
+    parameter, rows, selected = None, None, values[0].selected if len(values) == 1 else None
     if len(values) == 1 and values[0].rows is not None:
         parameter, rows = values[0].parameter, _execute(engine, node, args, kwargs, "rows", 0)
     if isinstance(unit, Tensor):
-        return Value(unit, example, parameter, rows)
+        return Value(unit, example, parameter, rows, selected=selected)
     many_rows = rows if rows is not None else [None] * len(unit)
-    return [Value(u, e, parameter, r) for u, e, r in zip(unit, example, many_rows, strict=True)]
+    parts = zip(unit, example, many_rows, strict=True)
+    return [Value(u, e, parameter, r, selected=selected) for u, e, r in parts]
 
 
 @rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d")
@@ -80,7 +81,7 @@ def index(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
     place = dims[0] if adjacent else 0
     unit = _respread(kept.unit, dims, place, rank).expand(target)
     example = _respread(kept.example, dims, place, rank).expand(target)
-    return Value(unit, example)
+    return Value(unit, example, selected=value.parameter if value.parameter in engine.parameters else value.selected)
 
 
 def is_mask(node: fx.Node) -> list[bool]:

@@ -80,7 +80,7 @@ def combine(engine: Engine, node: fx.Node, kind: str, operands: Sequence[Value])
     ]
     for operand in rest:
         merged = _merge(engine, node, kind, merged, operand)
-    return Value(merged.unit, merged.example, norm=written_norms.affine(engine, node, operands, merged))
+    return Value(merged.unit, merged.example, norm=written_norms.affine(engine, node, kind, operands, merged))
 
 
 def _merge(engine: Engine, node: fx.Node, kind: str, left: Value, right: Value) -> Value:
@@ -124,10 +124,8 @@ def _merge_labels(engine: Engine, node: fx.Node, kind: str, a: Tensor, b: Tensor
 def _meet_foreign(engine: Engine, name: str, kind: str, a: Tensor, b: Tensor) -> None:
     mixture = torch.cat([a[(a >= 0) & (b == FOREIGN)], b[(b >= 0) & (a == FOREIGN)]])
     verb = "added to" if name in _KINDS else f"combined by {name} with"
-    verb = f"residual coordinate: {verb}" if kind == SUM else verb
-    engine.units.block(
-        mixture, f"{verb} values that are no unit's (the model's input, an embedding, a layer that is not reset)"
-    )
+    what = "values that are no unit's (such as the model's input, an embedding, a layer that is not reset)"
+    engine.units.block(mixture, f"residual coordinate: {verb} {what}" if kind == SUM else f"{verb} {what}")
 
 
 def _without_broadcast(engine: Engine, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,23 @@ import torch
 from torch import Tensor, fx
 
 from gxd.find.engine import Engine, rule, unknown
-from gxd.find.labels import FOREIGN, UNKNOWN, Value, agree, collapse, compact, filled, regroup, spread, where_clear
-from gxd.find.rules.layers import functional, product_with_weight
+from gxd.find.labels import (
+    CONST,
+    FOREIGN,
+    UNKNOWN,
+    Value,
+    agree,
+    collapse,
+    compact,
+    filled,
+    regroup,
+    spread,
+    where_clear,
+)
+from gxd.find.rules.layers import functional, product_with_weight, weight_of
 
-_SCORES = "read by a product of activations (attention scores), which is not a layer"
+_SCORES = "read by a product of activations, as attention scores are, which is not a layer"
+_MATRIX = "read by a product with a constant matrix, which is not a layer"
 
 
 @rule("scaled_dot_product_attention")
@@ -45,7 +58,7 @@ def matmul(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
     left, right = args[0], args[1]
     if right.parameter in engine.parameters:
         return product_with_weight(engine, node, args)
-    if left.parameter in engine.parameters:
+    if any(weight_of(engine, value) is not None for value in (left, right)):
         return functional(engine, node, args)
     if left.unit.dim() < 2 or right.unit.dim() < 2:
         return unknown(engine, node, args, kwargs)
@@ -54,7 +67,8 @@ def matmul(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
 
 
 def _product(engine: Engine, node: fx.Node, left: Any, right: Any, place: Any) -> Value:
-    sides = [engine.reduce(value, dims, _SCORES) for value, dims in (left, right)]
+    reason = _reason(left[0], right[0])
+    sides = [engine.reduce(value, dims, reason) for value, dims in (left, right)]
     units = [place(side.unit) for side in sides]
     examples = [place(side.example) for side in sides]
     if sides[0].has_units() and sides[1].has_units():  # units against units: an outer product
@@ -65,11 +79,16 @@ def _product(engine: Engine, node: fx.Node, left: Any, right: Any, place: Any) -
     return Value(unit, agree(*examples))
 
 
+def _reason(*operands: Value) -> str:
+    constant = any(bool((compact(value.unit)[0] == CONST).all()) for value in operands)
+    return _MATRIX if constant else _SCORES
+
+
 @rule("einsum")
 def einsum(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Two operands and plain letters; anything else is unknown."""
     equation, operands = args[0].replace(" ", ""), args[1]
-    if any(o.parameter in engine.parameters for o in operands):
+    if any(weight_of(engine, operand) is not None for operand in operands):
         return functional(engine, node, operands)
     if len(operands) != 2 or "->" not in equation or "." in equation:
         return unknown(engine, node, args, kwargs)
@@ -80,7 +99,7 @@ def einsum(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any
     shape = node.meta["val"].shape
     sides = []
     for term, operand in zip(terms, operands, strict=True):
-        kept = engine.reduce(operand, [i for i, letter in enumerate(term) if letter not in output], _SCORES)
+        kept = engine.reduce(operand, [i for i, letter in enumerate(term) if letter not in output], _reason(*operands))
         sides.append(Value(_arrange(kept.unit, term, output, shape), _arrange(kept.example, term, output, shape)))
     return _product(engine, node, (sides[0], []), (sides[1], []), lambda label: label)
 

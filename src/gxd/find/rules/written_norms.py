@@ -20,6 +20,7 @@ from gxd.find.labels import CONST, FOREIGN, Statistic, Value, collapse, compact,
 # Reductions that norms are made of. What others give (argmax, any, median) is no scale and no shift.
 STATISTICS = {"sum", "mean", "norm", "linalg_vector_norm", "var", "std", "var_mean", "std_mean", "amax", "amin", "max"}
 _COPIES = {"to", "_to_copy", "type_as", "float", "clone", "contiguous", "detach", "alias", "convert_element_type"}
+_ROLES = {"product": ("weight", {"mul", "addcmul"}), "sum": ("bias", {"add", "addcmul"})}
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
@@ -102,17 +103,18 @@ def _note(engine: Engine, node: fx.Node, operands: Sequence[Value], members: Ten
     return len(engine.norms) - 1
 
 
-def affine(engine: Engine, node: fx.Node, operands: Sequence[Value], result: Value) -> int | None:
+def affine(engine: Engine, node: fx.Node, kind: str, operands: Sequence[Value], result: Value) -> int | None:
     """The norm whose values the result still is: scaled by a number, or by its weight, or shifted by its bias."""
     name = base_name(node)
     if len(operands) == 1:
         return operands[0].norm if name in ("mul", "div") else None
-    for value, other in (operands, operands[::-1]) if len(operands) == 2 else ():
+    role, ops = _ROLES.get(kind, ("", set()))
+    for value, other in (operands, operands[::-1]) if len(operands) == 2 and name in ops else ():
         if value.norm is None or result.norm is not None:
             continue
-        if other.parameter in engine.parameters and name in ("mul", "add"):
-            return _with_parameter(engine, node, value.norm, other, result, "weight" if name == "mul" else "bias")
-        if name == "mul" and bool((compact(other.unit)[0] == CONST).all()):
+        if other.parameter in engine.parameters:
+            return _with_parameter(engine, node, value.norm, other, result, role)
+        if role == "weight" and bool((compact(other.unit)[0] == CONST).all()):
             return value.norm
     return result.norm
 
