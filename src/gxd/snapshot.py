@@ -23,27 +23,11 @@ from torch import Tensor, nn
 _LARGEST = 10_000  # elements of a container that is looked into; larger ones are data, not a cache
 _MOST = 200_000  # objects that are looked at; the nearest to the model come first
 # Objects of these packages belong to the process, not to the model: they work in other threads, or hold the data.
-_STRANGERS = (
-    "asyncio",
-    "concurrent",
-    "ctypes",
-    "importlib",
-    "io",
-    "lightning",
-    "logging",
-    "multiprocessing",
-    "pytorch_lightning",
-    "queue",
-    "threading",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.distributed",
-    "torch.utils.data",
-    "warnings",
-    "weakref",
-)
+_STRANGERS = {"asyncio", "concurrent", "ctypes", "importlib", "io", "lightning", "logging", "multiprocessing"}
+_STRANGERS |= {"pytorch_lightning", "queue", "threading", "warnings", "weakref"}
+_STRANGE_PARTS = ("torch._dynamo", "torch._inductor", "torch.distributed", "torch.utils.data")
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
-_LIBRARIES = (*sys.stdlib_module_names, "numpy", "torch")  # their functions and classes keep nothing of a model
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "torch"}  # their functions and classes keep nothing of a model
 _GLOBALS = (type(None), bool, int, float, dict, list, set, deque, Tensor)  # what a function may keep by a global name
 _KEEPERS = (*_GLOBALS, types.FunctionType)
 _ABSENT = object()
@@ -273,11 +257,11 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_strange(kind: type) -> bool:
-    return _is_at_home_in(kind.__module__, _STRANGERS)
+    return _is_at_home_in(kind.__module__, _STRANGERS) or str(kind.__module__).startswith(_STRANGE_PARTS)
 
 
-def _is_at_home_in(module: Any, packages: tuple[str, ...]) -> bool:
-    return isinstance(module, str) and any(module == name or module.startswith(name + ".") for name in packages)
+def _is_at_home_in(module: Any, packages: set[str]) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in packages
 
 
 @functools.lru_cache(maxsize=4096)
