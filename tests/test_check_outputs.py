@@ -87,6 +87,12 @@ def test_there_is_a_verdict_on_whatever_a_model_returns(name):
 INPUTS = {"dict": {"x": X}, "tuple": (X,), "half": {"x": X.bfloat16()}, "leaf": {"x": X.clone().requires_grad_()}}
 
 
+def test_outputs_whose_shape_depends_on_the_units_prove_nothing():
+    model = Net(lambda z: z[z > 0])
+    report = gxd.check(model, X, plan=gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")]))
+    assert report["a"].status == "inconclusive" and "shapes" in report["a"].detail
+
+
 def test_an_output_does_not_hide_behind_a_larger_one():
     """The units leak into an output that is small beside another, which they reach as the plan says."""
     model = Net(lambda z: z)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -528,3 +529,30 @@ def test_a_wrong_metric_or_fraction_is_named():
         cost.spearman("L2")
     with pytest.raises(ValueError, match="fraction=5 must be a number above 0, at most 1"):
         cost.shock(5)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_function_that_takes_the_logits_may_call_parts_of_the_model(slow, monkeypatch):
+    model, batch, _ = make("mlp")
+    x, y = batch(12)
+    plan = gxd.find_units(model, x[:2])
+    if slow:
+        monkeypatch.setattr(lesion, "can_clamp_many", lambda group: False)
+    whole = gxd.reset_cost(model, (x, y), x, plan=plan, utilities="gxd")
+    head, model.head = model.head, nn.Identity()
+    model.last = head  # in place of the head, but called by the function alone
+    text = {"head.weight": "last.weight", "head.bias": "last.bias"}
+    groups = tuple(
+        replace(g, views=tuple(replace(v, consumers=tuple(_renamed(c, text) for c in v.consumers)) for v in g.views))
+        for g in plan.groups
+    )
+    moved = replace(plan, groups=groups, shapes={text.get(n, n): s for n, s in plan.shapes.items()})
+    parts = gxd.reset_cost(model, (x, y), x, plan=moved, utilities="gxd", output=model.last)
+    for name, shocks in whole.shocks["l1"].items():
+        torch.testing.assert_close(parts.shocks["l1"][name], shocks)
+
+
+def _renamed(consumer, text):
+    if consumer.module != "head":
+        return consumer
+    return replace(consumer, module="last", site="last", weight=text[consumer.weight], bias=text[consumer.bias])

@@ -8,6 +8,7 @@ give the same outputs without any clamp.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -216,6 +217,8 @@ def _why_nothing_shows(probe: Probe, group: Group, clamp: Clamp) -> str:
     silent = _not_called(group, clamp)
     if silent:
         return f"{silent[0]!r} is not called on these inputs"
+    if clamp.effect == math.inf > probe.drift:
+        return "clamping these units changes the shapes of the outputs, or makes them infinite"
     if probe.drift > 0 and clamp.effect <= MARGIN * clamp.drift:
         return "the outputs differ from run to run: the model keeps a state, or draws random numbers of its own"
     return f"clamping these units does not change the outputs{' by more than rounding does' if clamp.effect else ''}"

@@ -88,7 +88,8 @@ class Lesion:
     def forward(self, call: Call, *hooks: AbstractContextManager[None]) -> Tensor:
         """The logits, on copies of everything, with gradients."""
         tensors = copies(NamedTensors(self.model))
-        return self.output(run(self.model, tensors, copied_arguments(call), self.seed, hooks))
+        logits: Tensor = run(self.model, tensors, copied_arguments(call), self.seed, hooks, self.output)
+        return logits
 
     def watch(self, call: Call) -> tuple[Tensor, Pass]:
         """The logits and all views, with the graph between them."""

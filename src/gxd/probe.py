@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -56,8 +57,8 @@ class Clamp:
 
     @property
     def shows(self) -> bool:
-        """Whether the clamp has an effect that is clear of all rounding."""
-        return self.effect > MARGIN * self.floor
+        """Whether the clamp has an effect that is clear of all rounding, and that can be measured."""
+        return MARGIN * self.floor < self.effect < math.inf
 
     def distance(self, outputs: Sequence[Tensor]) -> float:
         """Between these outputs and the clamp's."""
@@ -247,10 +248,10 @@ def values_in(returned: Any) -> list[Tensor]:
 def distance(left: Sequence[Tensor], right: Sequence[Tensor], chosen: Sequence[int] | None = None) -> float:
     """The largest difference between two lists of outputs; infinite if they are not of the same shapes."""
     if [t.shape for t in left] != [t.shape for t in right]:
-        return torch.inf
+        return math.inf
     pairs = [(left[i], right[i]) for i in (range(len(left)) if chosen is None else chosen) if left[i].numel()]
     # Equal infinities (a mask) are equal.
-    changes = [(a - b).abs().masked_fill(a == b, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf) for a, b in pairs]
+    changes = [(a - b).abs().masked_fill(a == b, 0.0).nan_to_num(nan=math.inf, posinf=math.inf) for a, b in pairs]
     return max((float(change.max()) for change in changes), default=0.0)
 
 

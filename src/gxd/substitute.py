@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -102,6 +102,7 @@ def run(
     call: Call,
     seed: int,
     hooks: Sequence[AbstractContextManager[Any]] = (),
+    output: Callable[[Any], Any] | None = None,
 ) -> Any:
     """What a model returns with other tensors than its own.
 
@@ -111,13 +112,15 @@ def run(
         call: the arguments.
         seed: of the random numbers that the model draws.
         hooks: contexts to enter before the model is called, after all that puts the model back has been noted.
+        output: takes the result from what the model returns; it may call parts of the model.
     """
     # A cache that one run fills must not serve the next, whose tensors are others.
     with as_found(model, values=True), torch.enable_grad(), substituted(model, tensors), ExitStack() as stack:
         seed_all(seed)
         for hook in hooks:
             stack.enter_context(hook)
-        return model(*call[0], **call[1])
+        returned = model(*call[0], **call[1])
+        return returned if output is None else output(returned)
 
 
 def seed_all(seed: int) -> None:
