@@ -217,7 +217,7 @@ class Probe:
         def note(tensor: Tensor) -> Tensor:  # all that is kept for a backward pass: whatever counts on the way
             if tensor.is_floating_point():
                 self.precision = _lowest([self.precision, tensor.dtype])
-            return tensor
+            return tensor.detach()  # an output kept as it is would keep its own graph alive, for ever
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
