@@ -39,7 +39,18 @@ def attention(m, x):
     return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-BLOCKS = [gated, residual, masked, rearranged, attention]
+def with_a_token_in_front(m, x):
+    h = torch.cat([torch.zeros_like(x[:, :1]).expand(-1, -1, 4), x], 1)
+    first, rest = m.gate(h[:, :1]), m.up(h)
+    return m.out(torch.cat([torch.zeros_like(first), rest[:, 1:]], 1).tanh() * rest.sigmoid())
+
+
+def normalised_by_hand(m, x):
+    h = m.gate(x)
+    return m.out(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+BLOCKS = [gated, residual, masked, rearranged, attention, with_a_token_in_front, normalised_by_hand]
 
 
 def seconds(block, tokens: int, residual: str) -> float:

@@ -53,6 +53,7 @@ MIXTURES = {  # the input has its own way through the same column
     "unit held below the input": lambda m, a, b, x: a.clamp(max=x),
     "input plus unit times constant": lambda m, a, b, x: torch.addcmul(x, a, m.c),
     "between unit and input": lambda m, a, b, x: torch.lerp(a, x, 0.3),
+    "unit plus a sum over a part of the input": lambda m, a, b, x: a + x[x > 0].sum(),
     "unit filled in with the input": lambda m, a, b, x: a.masked_fill(m.mask, x.sum()),
 }
 TOGETHER = {  # one unit with two producers

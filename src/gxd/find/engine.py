@@ -227,6 +227,8 @@ class Engine:
             if not _is_bookkeeping(node):
                 self.block_all((args, kwargs), node)
             return None
+        if any(self.values.get(n) is None and isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
+            return unknown(self, node, args, kwargs)  # a tensor of unknown length, which has no labels
         folded = self.fold_constants(node, args, kwargs)
         if folded is not None:
             return folded
@@ -353,7 +355,7 @@ def unknown(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, An
     engine.block_all(values, node)
     result = foreign(node, values)
     # What no tensor has gone into is the same for every input, or noise.
-    return substitute(result, lambda value: filled(value.shape, CONST)) if not values else result
+    return result if node.all_input_nodes else substitute(result, lambda value: filled(value.shape, CONST))
 
 
 def foreign(node: fx.Node, values: Iterable[Value] = ()) -> Any:

@@ -15,6 +15,7 @@ STATISTIC = -3  # this and all below: a statistic of several units, by number (S
 UNKNOWN = -1  # for examples: it is not known which
 
 _BIG = torch.iinfo(torch.int64).max
+_LARGE = 2**14  # labels: with fewer, it costs more to look than it saves
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,18 @@ def spread(function: Callable[..., Tensor], *labels: Tensor) -> Tensor:
     """A function that acts element by element, on label tensors of one shape: computed once along axes where they
     repeat, so that neither the batch nor the number of tokens costs anything.
     """
-    return function(*compact(*labels)).expand(labels[0].shape)
+    return _tightened(function(*compact(*labels))).expand(labels[0].shape)
+
+
+def _tightened(label: Tensor) -> Tensor:
+    """With size 1 along the axes where large labels have come to be all the same: a class token that was joined to the
+    others has been added to by the same layers.
+    """
+    if label.numel() > _LARGE:
+        for d in range(label.dim()):
+            if torch.equal(label.select(d, 0), label.select(d, -1)) and bool((label == label.narrow(d, 0, 1)).all()):
+                label = label.narrow(d, 0, 1)
+    return label
 
 
 def regroup(label: Tensor, shape: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ PRODUCT, SUM, OTHER = "product", "sum", "other"
 _KINDS = {
     **dict.fromkeys(("mul", "div", "true_divide", "floor_divide", "glu"), PRODUCT),
     **dict.fromkeys(("pow", "float_power", "ldexp", "xlogy", "special_xlog1py", "copysign"), PRODUCT),
-    **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), PRODUCT),
+    **dict.fromkeys(("logical_and", "bitwise_and"), PRODUCT),
     **dict.fromkeys(("add", "sub", "rsub", "logaddexp", "logaddexp2"), SUM),
 }
 
