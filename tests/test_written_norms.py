@@ -221,6 +221,7 @@ LEAKS = {  # a statistic that is read by something else, too
     "statistic over unit": lambda m, h, g, x: m.out(h.norm(dim=-1, keepdim=True) / h),
     "to the power of": lambda m, h, g, x: m.out(h.abs() ** h.norm(dim=-1, keepdim=True)),
     "as a weight of tokens": lambda m, h, g, x: m.out((h.norm(dim=-1, keepdim=True).softmax(1) * h).sum(1)),
+    "over the examples, too": lambda m, h, g, x: m.out(h - h.mean()),
     "as an index": lambda m, h, g, x: m.out(h) + m.table[h.mean(-1).long().clamp(0, 2)],
     "added to the outputs": lambda m, h, g, x: m.out(h) + h.mean(-1, keepdim=True),
     "the mean of two layers for one": lambda m, h, g, x: m.out(

@@ -31,7 +31,8 @@ def with_statistics(engine: Engine, node: fx.Node, value: Value, dims: list[int]
     shape, rows = rows.shape[-len(dims) :], rows.flatten(-len(dims))
     lowest, highest = rows.masked_fill(rows < 0, _NOWHERE).amin(-1), rows.amax(-1)
     several = (lowest < highest) & ((rows >= 0) | (rows == CONST)).all(-1)
-    if not bool(several.any()):
+    mixed = compact(collapse(value.example, dims, ignore=None)[1])[0]  # no norm is over units and examples at once
+    if not bool(several.any()) or bool(mixed.any()):
         return value
     distinct, which = rows[several].unique(dim=0, return_inverse=True)
     total = _original(node.args[0]) if base_name(node) == "sum" else None
