@@ -160,6 +160,28 @@ def test_units_that_are_written_over_are_not_found_behind_it(name: str):
     assert found(FOREIGN_DATA[name]) == NONE
 
 
+def test_an_index_that_was_changed_in_place_is_not_taken_for_what_it_was():
+    def run(m, x):
+        order = torch.arange(UNITS)
+        order.multiply_(3).remainder_(UNITS)
+        return m.out(m.a(x).tanh()[:, order])
+
+    torch.manual_seed(0)
+    model = Net(run, a=linear(5, UNITS), out=linear(UNITS, 3))
+    assert gxd.check(model, X, units_per_group=UNITS).ok
+
+
+def test_units_copied_to_known_places_are_found_there():
+    def run(m, x):
+        return m.out(x.new_zeros(len(x), 6).index_copy(1, torch.tensor([5, 0, 3, 2]), m.a(x).tanh()))
+
+    torch.manual_seed(0)
+    model = Net(run, a=linear(5, UNITS), out=linear(6, 3))
+    report = gxd.check(model, X, units_per_group=UNITS)
+    assert report["a"].status == "passed"
+    assert report.plan["a"].views[0].columns.flatten().tolist() == [5, 0, 3, 2]
+
+
 def test_values_written_into_slices_are_found_where_they_were_written():
     def run(m, x):
         out = x.new_zeros(len(x), 2 * UNITS)

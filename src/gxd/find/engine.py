@@ -253,14 +253,15 @@ class Engine:
         """An op that is made of simpler ones: walk these."""
         parts = [part for part in graph.nodes if part.op == "call_function"]
         if len(given) == 1 and all(is_pointwise(part.target) for part in parts):  # a function of one operand
-            return _RULES["<pointwise>"][0](self, node, self.fetch(node.args), self.fetch(node.kwargs))
-        for part in parts:
-            part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-        bound = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
-        for inside, outside in bound.items():
-            self.inside.setdefault(outside, []).append(inside)
-        self.opened.add(node)
-        result = self.walk(graph, {inside: self.fetch(outside) for inside, outside in bound.items()} or {None: None})
+            result = _RULES["<pointwise>"][0](self, node, self.fetch(node.args), self.fetch(node.kwargs))
+        else:
+            for part in parts:
+                part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            bound = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+            for inside, outside in bound.items():
+                self.inside.setdefault(outside, []).append(inside)
+            self.opened.add(node)
+            result = self.walk(graph, {inside: self.fetch(outside) for inside, outside in bound.items()})
         self.memory.write(node, op_name(node), result)
         return result
 
@@ -388,7 +389,8 @@ def op_name(node: fx.Node) -> str:
 def base_name(node: fx.Node) -> str:
     """The name without what marks a variant: ``relu`` for ``relu_``, ``view`` for ``view_copy``."""
     name = op_name(node)
-    return name if name.endswith("__") else name.removesuffix("_").removesuffix("_copy")
+    name = name if name.endswith("__") else name.removesuffix("_")
+    return name if name in _RULES else name.removesuffix("_copy")
 
 
 def flatten(args: Any) -> Iterable[Value]:

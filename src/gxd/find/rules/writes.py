@@ -26,7 +26,7 @@ def made_from_a_shape(engine: Engine, node: fx.Node, args: list[Any], kwargs: di
     return filled(fake.shape, CONST, like.example if like.shape == fake.shape else None)
 
 
-@rule("normal", "poisson", "bernoulli")
+@rule("normal", "poisson", "bernoulli", "_standard_gamma")
 def drawn(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Random numbers with given parameters: a mean plus noise of some width."""
     return combine(engine, node, SUM, [a for a in args if isinstance(a, Value)])
