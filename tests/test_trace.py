@@ -175,6 +175,12 @@ def test_a_region_recomputed_by_reentrant_checkpointing_is_left_out_alone():
     assert all("no_grad" in {s.name: s.reason for s in plan.skipped}[name] for name in ("fc1", "fc2"))
 
 
+def test_a_plan_that_is_asked_for_without_gradients_is_the_same():
+    with torch.no_grad():
+        plan = gxd.find_units(Net(), X)
+    assert plan.fingerprint() == gxd.find_units(Net(), X).fingerprint()
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -138,7 +138,8 @@ def _prepared(model: nn.Module, training: bool) -> Iterator[None]:
                 change(module, "momentum", 0.1)
             if getattr(getattr(module, "config", None), "use_cache", False) is True:
                 change(module.config, "use_cache", False)
-        yield
+        with torch.enable_grad():  # a plan is for training, wherever it is made
+            yield
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
