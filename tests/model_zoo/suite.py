@@ -10,7 +10,13 @@ from tests.model_zoo.torchvision_stand_in import import_timm
 
 pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore")]
 
-KNOWN: dict[str, str] = {}  # model -> what does not work yet; a model that works again fails until it is removed here
+# Model -> what does not work yet; a model that works again fails until it is removed here.
+KNOWN = {
+    "timm/resnetv2_50x1_bit": "all its weights are standardised on the way: none of them can be zeroed",
+    "huggingface/LongformerForSequenceClassification": "a value of its input decides which way it goes",
+    "huggingface/RwkvForCausalLM": "its weights are divided on the way",
+    "huggingface/ReformerModelWithLMHead": "an autograd.Function of its own hides its layers",
+}
 
 
 def cases() -> list[object]:
