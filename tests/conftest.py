@@ -2,7 +2,7 @@
 
 import pytest
 
-from gxd import score
+from gxd.score import utilities as score
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gxd
-from gxd.observe import attention_output
+from gxd.observe.captures import attention_output
 
 TOKENS = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(1))
 NEXT = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(2))

@@ -1,12 +1,12 @@
 """gxd: keep a network learning by resetting the right neurons.
 
-Four rooms in a row: :mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :mod:`gxd.operate`; :mod:`gxd.find`
-draws the plan of the house, and :class:`gxd.ContinualBackprop` walks through it after every optimizer step.
+A plan says which tensor elements are a unit's (:mod:`gxd.plan`). Then every training step goes through four stages:
+:mod:`gxd.observe`, :mod:`gxd.score`, :mod:`gxd.select`, :mod:`gxd.reset`. :mod:`gxd.methods` puts them together, and
+:func:`gxd.attach` hangs methods on a model and its optimizer.
 """
 
-from gxd.check import CheckReport, check
-from gxd.compiled import CompiledStep, compiled_step
-from gxd.continual import ContinualBackprop
+from gxd.compile.step import CompiledStep, compiled_step
+from gxd.cost.reset_cost import ResetCost, reset_cost
 from gxd.errors import (
     CompileWarning,
     NonFiniteWarning,
@@ -15,13 +15,14 @@ from gxd.errors import (
     PlanError,
     TraceError,
 )
-from gxd.find import find_units
-from gxd.find.manual import hand_group
-from gxd.operate import reset_optimizer_state, reset_units
-from gxd.optimizer_state import register_optimizer_state
-from gxd.plan import Group, UnitPlan
-from gxd.reset_cost import ResetCost, reset_cost
-from gxd.score import Observation, UnitView, register_utility, utilities
+from gxd.methods.continual_backprop import ContinualBackprop
+from gxd.plan.find import find_units
+from gxd.plan.find.manual import hand_group
+from gxd.plan.units import Group, UnitPlan
+from gxd.plan.verify import CheckReport, check
+from gxd.reset.optimizer_state import register_optimizer_state
+from gxd.reset.units import reset_optimizer_state, reset_units
+from gxd.score.utilities import Observation, UnitView, register_utility, utilities
 
 __version__ = "0.1.0"
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd.errors import PlanError
-from gxd.init import Init
-from gxd.layers import NamedTensors
-from gxd.operate import STEP_POLICIES
-from gxd.optimizers import check_state as check_optimizers
-from gxd.optimizers import trained_by
-from gxd.plan import UnitPlan, tensor_names
-from gxd.score import Utility
+from gxd.plan.init import Init
+from gxd.plan.layouts import NamedTensors
+from gxd.plan.units import UnitPlan, tensor_names
+from gxd.reset.optimizers import check_state as check_optimizers
+from gxd.reset.optimizers import trained_by
+from gxd.reset.units import STEP_POLICIES
+from gxd.score.utilities import Utility
 
 STATE_VERSION = 2
 POSITIONS = ("signed", "abs")

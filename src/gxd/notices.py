@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from gxd.errors import NonFiniteWarning, ObservationWarning
-from gxd.score import Utility
+from gxd.score.utilities import Utility
 
 MANY_PASSES = 100  # without a step of the optimizer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gxd.guards import with_inits
-from gxd.plan import UnitPlan
+from gxd.plan.units import UnitPlan
 
 
 class Processes:

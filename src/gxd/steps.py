@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gxd.optimizers import directly_inside
+from gxd.reset.optimizers import directly_inside
 
 _DICTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # What torch puts around the `step` of every class of optimizers, and what runs the hooks.

@@ -1,0 +1,428 @@
+"""A training step, traced and compiled for batches of one shape.
+
+The step is run once on fake tensors with the rooms' own code, and every operation is written down below autograd. What
+comes out is a flat graph without hooks, modules and autograd, which the compiler may fuse as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from gxd.compile.updates import Update
+from gxd.methods.continual_backprop import ContinualBackprop
+from gxd.observe.direction import check_probabilities, direction_of
+from gxd.plan.find import call_arguments
+from gxd.score.scorer import Scorer
+from gxd.score.statistics import Statistics
+
+KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")  # the statistics that a step brings up to date
+
+
+class Parts(NamedTuple):
+    """All tensors that a step reads."""
+
+    tensors: list[Tensor]  # parameters and buffers
+    states: list[Tensor]  # of the optimizer
+    rates: list[Tensor]
+    kept: list[Tensor]  # statistics of the units
+    signs: list[Tensor]  # for gxd_sketch
+    batch: list[Tensor]
+
+
+class Recipe:
+    """What a step is made of, and where its tensors are found at each call.
+
+    Attributes:
+        foreign: how many of the optimizer's parameters are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        update: Update | None,
+        loss: Callable[[Any, Any], Tensor],
+        cbp: ContinualBackprop | None,
+        score: Callable[[Any, Any], Tensor] | None,
+    ) -> None:
+        self.model, self.optimizer, self.update = model, optimizer, update
+        self.loss, self.cbp, self.score = loss, cbp, score
+        # A tied parameter has several names, and is one tensor.
+        self.names: dict[str, int] = {}
+        self.places: list[tuple[dict[str, Any], str]] = []
+        known: dict[int, int] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in known:
+                        known[id(tensor)] = len(self.places)
+                        self.places.append((held, key))
+                    self.names[f"{path}.{key}" if path else key] = known[id(tensor)]
+        trained = [[known.get(id(p)) for p in group["params"]] for group in self.groups]
+        self.foreign = sum(n is None for numbers in trained for n in numbers)
+        self.trained = [[n for n in numbers if n is not None] for numbers in trained]  # by parameter group
+        self.rates = [torch.zeros((), dtype=torch.float64) for _ in self.groups]
+        self._numbers = [0.0 for _ in self.groups]  # what they hold, to compare without a tensor
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, asked for anew: ``load_state_dict`` gives it another list."""
+        return self.optimizer.param_groups
+
+    def same_as(self, other: Recipe) -> bool:
+        """Whether the tensors are found in the same places, and the optimizer trains the same of them."""
+        return (
+            self.names == other.names
+            and all(a[0] is b[0] for a, b in zip(self.places, other.places, strict=True))
+            and (self.trained, self.foreign) == (other.trained, other.foreign)
+        )
+
+    def name(self, number: int) -> str:
+        """A name of a tensor."""
+        return next(name for name, known in self.names.items() if known == number)
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers."""
+        return [held[key] for held, key in self.places]
+
+    def device(self) -> str:
+        """The type of the device that the model is on."""
+        held, key = self.places[0]
+        return str(held[key].device.type)
+
+    def kept(self) -> list[tuple[int, Sequence[str]]]:
+        """The trained parameters, and the names of what the update keeps of each."""
+        if self.update is None:
+            return []
+        names = [self.update.state(group) for group in self.groups]
+        tensors = self.tensors()
+        found = zip(self.trained, names, strict=True)
+        return [(n, kept) for numbers, kept in found if kept for n in numbers if tensors[n].requires_grad]
+
+    def states(self, kept: Sequence[tuple[int, Sequence[str]]]) -> list[Tensor] | None:
+        """What the update keeps of these parameters; None if the optimizer has not made it yet."""
+        found, known = [], self.optimizer.state
+        for n, names in kept:
+            held, key = self.places[n]
+            state = known.get(held[key], {})
+            for name in names:
+                if not isinstance(state.get(name), Tensor):
+                    return None
+                found.append(state[name])
+        return found
+
+    def settings(self) -> tuple[Any, ...]:
+        """What is compiled in of the optimizer's options."""
+        options: Sequence[str] = self.update.settings if self.update else ()
+        return tuple([tuple([group[name] for name in options]) for group in self.groups])
+
+    def learning_rates(self) -> list[Tensor]:
+        """One for each parameter group, as tensors, so that a schedule need not compile anew."""
+        for number, group in enumerate(self.groups if self.update else []):
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                self.rates[number], self._numbers[number] = lr, math.nan
+            elif self._numbers[number] != lr:
+                self.rates[number], self._numbers[number] = torch.tensor(lr, dtype=torch.float64), lr
+        return self.rates
+
+
+class StateMissing(Exception):
+    """A parameter has a gradient, and the optimizer has not made its state yet. An eager step makes it."""
+
+
+class Program:
+    """One training step, for batches like the given one."""
+
+    def __init__(self, recipe: Recipe, inputs: Any, target: Any) -> None:
+        self.recipe, self.cbp = recipe, recipe.cbp
+        # A parameter that never had a gradient (the head of another task) has no state, and needs none.
+        kept = recipe.kept()
+        self.kept = [one for one in kept if recipe.states([one]) is not None]
+        if kept and not self.kept:
+            raise StateMissing
+        states = recipe.states(self.kept) or []
+        self.scored = self.cbp is not None and self.cbp._scorer.observer.active
+        leaves, self.structure = tree_flatten((inputs, target))
+        self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
+        self.probabilities = False  # whether the target has to lie in [0, 1]
+        self.logits: Tensor | None = None  # like them, for the signs that are drawn
+        if self.scored and self.cbp is not None and self.cbp._utility.gradient == "sketch" and recipe.score is None:
+            _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1][0]), states, inputs, target)
+            self.logits = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+        # Made out here: what is done with real tensors while tracing becomes part of the graph.
+        self.weights: dict[str, Tensor] = {}
+        self.scorer = self._own_scorer() if self.scored else None
+        try:
+            graph, _ = self._trace(self._step, states, inputs, target)
+        finally:
+            if self.scorer is not None:
+                self.scorer.observer.close()
+        self.outside = outside_as_inputs(graph)
+        self._refuse_own_tensors()
+        with torch.no_grad(), torch.random.fork_rng(), _kept(self.cbp):
+            example = [*chain(*self._parts(states, inputs, target, torch.ones_like)), *self.outside]
+            self.function = compile_graph(graph, example)
+            self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
+
+    @torch.no_grad()
+    def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any] | None:
+        """Train on one batch; None, and nothing is done, if the optimizer's states have been cleared."""
+        states = self.recipe.states(self.kept)
+        if states is None:
+            return None
+        if self.probabilities:  # out here, for values cannot be looked at in the trace
+            check_probabilities(target)
+        draw = torch.ones_like if self.cbp is None else self.cbp._signs
+        results = iter(self.function(*chain(*self._parts(states, inputs, target, draw)), *self.outside))
+        loss = next(results)
+        if self.one_tensor:
+            output = next(results)
+        else:
+            output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
+        before = {} if self.cbp is None else self.cbp._statistics.now()
+        if self.scored and self.cbp is not None:
+            for name in KEPT:
+                setattr(self.cbp._statistics, name, next(results))
+            self.cbp._statistics.seen = next(results) if self.partial else None
+            self.cbp._statistics.alarm = self.cbp._statistics.waits
+            self.cbp._warn_of_unreached(self.unreached)
+        if self.recipe.update is None:
+            self._step_by_itself(results)
+        elif self.cbp is not None:
+            self.cbp._advance(before)
+        self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        return loss, output
+
+    def _step_by_itself(self, gradients: Iterator[Tensor]) -> None:
+        """The optimizer steps in its own way; the units are scored already."""
+        tensors = self.recipe.tensors()
+        for number, has_gradient in self.graded:
+            tensors[number].grad = next(gradients) if has_gradient else None
+        if self.cbp is not None:
+            self.cbp._scorer.observer.active = False
+        self.recipe.optimizer.step()
+        self.recipe.optimizer.zero_grad()
+
+    def _parts(self, states: list[Tensor], inputs: Any, target: Any, draw: Callable[[Tensor], Tensor]) -> Parts:
+        """All that the step reads."""
+        if isinstance(inputs, Tensor) and isinstance(target, Tensor):
+            batch = [inputs, target]
+        else:
+            batch = [leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, Tensor)]
+        kept = [getattr(self.cbp._statistics, n) for n in KEPT] if self.scored and self.cbp is not None else []
+        signs = [] if self.logits is None else [draw(self.logits)]
+        return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, signs, batch)
+
+    def _refuse_own_tensors(self) -> None:
+        """A parameter that the step reads other than through the model would have no gradient there."""
+        memory = {t.untyped_storage().data_ptr(): n for n, t in enumerate(self.recipe.tensors()) if t.numel()}
+        for tensor in self.outside:
+            number = memory.get(tensor.untyped_storage().data_ptr())
+            if number is not None:
+                raise ValueError(
+                    f"{self.recipe.name(number)!r} is read other than through the model; let the loss or the forward "
+                    "pass take it from the module that has it"
+                )
+
+    # --- tracing: from here on all tensors are fake -------------------------------------------------------------------
+
+    def _trace(
+        self, function: Callable[[Parts], Any], states: list[Tensor], inputs: Any, target: Any
+    ) -> tuple[GraphModule, Any]:
+        """The graph of a function of the parts, taken one by one, and what it returned, without values."""
+        parts = self._parts(states, inputs, target, torch.ones_like)
+        returned: list[Any] = []
+
+        def flat(*tensors: Tensor) -> Any:
+            rest = iter(tensors)
+            returned.append(function(Parts(*(list(islice(rest, len(part))) for part in parts))))
+            return returned[-1]
+
+        observer = self.cbp._scorer.observer if self.cbp is not None else None
+        active = observer is not None and observer.active
+        try:
+            if observer is not None:  # the traced step has its own
+                observer.active = False
+            with torch.enable_grad():
+                graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                    *[tensor.detach() for tensor in chain(*parts)]
+                )
+        finally:
+            if observer is not None:
+                observer.active = active
+        return graph, returned[-1]
+
+    def _forward(self, parts: Parts) -> tuple[list[Tensor], tuple[Any, Tensor, Any]]:
+        """The parameters and buffers as autograd sees them, and the model's output, its loss and its score."""
+        real = self.recipe.tensors()
+        leaves = [
+            t.detach().requires_grad_() if r.requires_grad else t for t, r in zip(parts.tensors, real, strict=True)
+        ]
+        given = {f"model.{name}": leaves[number] for name, number in self.recipe.names.items()}
+        held = dict(given)
+        results = torch.func.functional_call(_Judged(self.recipe), held, self._given_batch(parts))
+        for name, number in self.recipe.names.items():
+            if held[f"model.{name}"] is not given[f"model.{name}"]:  # a buffer that was not written to but replaced
+                parts.tensors[number].copy_(held[f"model.{name}"])
+        return leaves, results
+
+    def _given_batch(self, parts: Parts) -> tuple[Any, Any]:
+        rest = iter(parts.batch)
+        leaves = [next(rest) if tensor else leaf for tensor, leaf in self.batch]
+        return tree_unflatten(leaves, self.structure)
+
+    def _step(self, parts: Parts) -> list[Tensor]:
+        target, scorer = self._given_batch(parts)[1], self.scorer
+        if scorer is not None:
+            self.weights.update((name, parts.tensors[number]) for name, number in self.recipe.names.items())
+            for name, tensor in zip(KEPT, parts.kept, strict=True):
+                setattr(scorer.statistics, name, tensor)
+        leaves, (output, loss, score) = self._forward(parts)
+        if scorer is not None and scorer.utility.needs_observe:
+            logits, classes = (logits_of(output), target) if score is None else (None, None)
+            signs = lambda _: parts.signs[0]  # noqa: E731
+            direction = direction_of(scorer.utility.gradient, logits, classes, score, signs, traced=True)
+            self.probabilities = direction.probabilities
+            scorer.observe(direction)
+        trained = [n for numbers in self.recipe.trained for n in numbers if leaves[n].requires_grad]
+        found = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
+        gradients = dict(zip(trained, found, strict=True))
+        with torch.no_grad():
+            if self.recipe.update is not None:
+                self._apply(self.recipe.update, parts, gradients)
+            if scorer is not None:
+                scorer.finish()
+        values, self.returned = tree_flatten(output)
+        if not all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values):
+            raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")
+        self.output = [(isinstance(value, Tensor), None if isinstance(value, Tensor) else value) for value in values]
+        self.one_tensor = isinstance(output, Tensor)
+        self.graded = [(n, g is not None) for n, g in gradients.items()]
+        results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
+        if scorer is not None:
+            results += [getattr(scorer.statistics, name) for name in KEPT]
+            seen = scorer.statistics.seen
+            self.partial, self.unreached = seen is not None, scorer.unreached
+            results += [seen] if seen is not None else []
+        if self.recipe.update is None:
+            results += [g for g in gradients.values() if g is not None]
+        return results
+
+    def _own_scorer(self) -> Scorer:
+        """The rooms, for the trace."""
+        cbp = self.cbp
+        assert cbp is not None
+        like = cbp._statistics
+        statistics = Statistics(cbp.plan, like.decay, like.device, like.dtype)
+        statistics.waits = False
+        return Scorer(cbp.model, cbp.plan, self.weights, cbp._utility, statistics, cbp.positions, cbp._noise)
+
+    def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
+        states, kept = iter(parts.states), dict(self.kept)
+        for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
+            names = update.state(group)
+            for n in numbers:
+                state = {name: next(states) for name in kept.get(n, ())}
+                gradient = gradients.get(n)
+                if gradient is not None:
+                    if len(state) < len(names):
+                        raise StateMissing(self.recipe.name(n))
+                    update.apply(parts.tensors[n], gradient, state, lr, group)
+
+
+class _Judged(nn.Module):
+    """The model, and what is asked of its output: the loss too may read parameters, and must see those of the trace."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.model, self.recipe = recipe.model, recipe
+
+    def forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor, Any]:
+        args, kwargs = call_arguments(inputs)
+        output = self.model(*args, **kwargs)
+        loss, score = self.recipe.loss(output, target), self.recipe.score
+        # In the order, and on the steps, of the eager loop: either may draw random numbers.
+        return output, loss, None if score is None or self.recipe.cbp is None else score(output, target)
+
+
+def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
+    """Make inputs of the tensors that the graph holds but did not make: class weights, a mask that is no buffer.
+
+    The compiler would take the numbers in them for constants, and they may be changed in place.
+    """
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found: dict[str, tuple[Tensor, Node]] = {}
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(graph, node.target)
+        if not isinstance(tensor, Tensor) or all("lift_fresh" in str(user.target) for user in node.users):
+            continue  # `torch.tensor(3.0)` within the step is a constant
+        if node.target not in found:
+            with graph.graph.inserting_after(inputs[-1]):
+                inputs.append(graph.graph.placeholder(f"outside{len(found)}"))
+            inputs[-1].meta.update(node.meta)
+            found[node.target] = (tensor, inputs[-1])
+        node.replace_all_uses_with(found[node.target][1])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [tensor for tensor, _ in found.values()]
+
+
+@contextmanager
+def _kept(cbp: ContinualBackprop | None) -> Iterator[None]:
+    """Leave the random numbers of utilities as they are."""
+    state = None if cbp is None else cbp._noise.get_state()
+    try:
+        yield
+    finally:
+        if cbp is not None and state is not None:
+            cbp._noise.set_state(state)
+
+
+def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a flat graph for arguments like these."""
+    import torch._inductor  # takes a while
+
+    # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
+    # Random numbers as in eager mode, so that dropout is the same in both.
+    options: dict[str, Any] = {"fallback_random": True}
+    if any(node.kwargs.get("generator") is not None for node in graph.graph.nodes):
+        options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
+    elif all(tensor.device.type == "cpu" for tensor in example):
+        options["cpp_wrapper"] = True  # the kernels are called from C++ too: a quarter of a small network's time
+    return torch._inductor.compile(graph, fake, options=options)
+
+
+def logits_of(output: Any) -> Any:
+    """A model's output, or the logits in it."""
+    return output if isinstance(output, Tensor) else getattr(output, "logits", output)
+
+
+def detached(output: Any) -> Any:
+    """A model's output without its graph."""
+    return tree_map_only(Tensor, Tensor.detach, output)
+
+
+def shape_of(batch: Any) -> Any:
+    """What a program depends on, of a batch: shapes, kinds, and whatever is not a tensor."""
+    if isinstance(batch, Tensor):
+        return (batch.shape, batch.stride(), batch.dtype, batch.device)
+    leaves, structure = tree_flatten(batch)
+    return (repr(structure), *(shape_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))

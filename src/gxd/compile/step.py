@@ -1,0 +1,258 @@
+"""One training step as one compiled function: forward, both gradients, the statistics and the update.
+
+Resets stay outside, between two steps. ``gxd.program`` does the tracing and compiling; this module decides when.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gxd import arguments
+from gxd.compile.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
+from gxd.compile.updates import update_of
+from gxd.compile.watch import Watch
+from gxd.errors import CompileWarning
+from gxd.methods.continual_backprop import ContinualBackprop
+from gxd.plan.find import call_arguments
+from gxd.plan.layouts import unwrap
+from gxd.reset.optimizers import is_optimizer
+
+MOST_PROGRAMS = 8  # when more are asked for, steps run eagerly
+CLOSED = "cbp is closed: make a new ContinualBackprop"
+
+
+class Key(NamedTuple):
+    """Everything that is fixed when a program is made. What it reads anew at each call is not here."""
+
+    batch: Any
+    options: Any
+    autocast: Any
+    attributes: int  # the number of a set of them
+    scored: bool
+
+
+def compiled_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[Any, Any], Tensor],
+    cbp: ContinualBackprop | None = None,
+    *,
+    score: Callable[[Any, Any], Tensor] | None = None,
+) -> CompiledStep:
+    """Make a whole training step that is compiled as one function.
+
+    ``step(x, y)`` does what this does, faster::
+
+        output = model(x)
+        value = loss(output, y)
+        cbp.observe(output, y)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    A batch of a new shape is compiled when it is first seen, which takes seconds. Where that is not possible, a
+    :class:`gxd.CompileWarning` says why, and the step runs eagerly with the same result.
+
+    Followed at each step: all tensors, learning rates, and what is read by name: attributes of modules (``model.task``,
+    ``Dropout.p``), closures, defaults and globals of ``loss``, ``score`` and ``forward``, and the attributes of objects
+    found there (``args.beta``). A new value compiles again, as do a new module, parameter or option of the optimizer.
+    Hooks, and a ``forward`` that sets attributes, make the step run eagerly. Not followed: what is inside lists, dicts
+    and objects that modules hold, values that other files hold, and random numbers drawn by Python or NumPy.
+
+    Args:
+        model: the model. Its parameters may be changed in place at any time, as always.
+        optimizer: SGD, Adam and AdamW are compiled too; others step by themselves after the compiled part.
+        loss: ``loss(output, target)``, a scalar, such as ``F.cross_entropy``.
+        cbp: resets the units of ``model`` and ``optimizer``. None: plain backpropagation.
+        score: ``score(output, target)``, one number per example, is observed in place of the logits and the target:
+            ``cbp.observe(score=...)``. By default the model's output, or its ``logits``, is observed.
+
+    Returns:
+        A callable. ``step(inputs, target)`` returns the loss and the output, detached. Inputs are a tensor, a tuple
+        of positional arguments, or a dict of keyword arguments. Gradients are not left in ``.grad``.
+
+    Example::
+
+        cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x[:2], utility="gxd")
+        step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
+        for x, y in stream:
+            loss, logits = step(x, y)
+    """
+    return CompiledStep(model, optimizer, loss, cbp, score)
+
+
+class CompiledStep:
+    """See :func:`compiled_step`.
+
+    Attributes:
+        why_eager: why steps are not compiled, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        cbp: ContinualBackprop | None,
+        score: Callable[[Any, Any], Tensor] | None,
+    ) -> None:
+        arguments.module(model)
+        arguments.optimizer(optimizer)
+        if not is_optimizer(optimizer):
+            raise TypeError(f"{type(optimizer).__name__} shows no param_groups and state: give the optimizer inside it")
+        for name, function in (("loss", loss), ("score", score)):
+            if not callable(function) and (name == "loss" or function is not None):
+                raise TypeError(f"{name} must be a function of (output, target), got {type(function).__name__}")
+        if cbp is not None and not isinstance(cbp, ContinualBackprop):
+            raise TypeError(f"cbp must be a gxd.ContinualBackprop or None, got {type(cbp).__name__}")
+        if cbp is not None and not cbp._hooks:
+            raise ValueError(CLOSED)
+        if cbp is not None and (cbp.model is not unwrap(model) or cbp.optimizer is not optimizer):
+            raise ValueError("cbp belongs to another model or optimizer: give the ones it was made with")
+        self.model, self.optimizer, self.loss, self.cbp, self.score = model, optimizer, loss, cbp, score
+        self.why_eager: str | None = None
+        self._programs: dict[Key, Program] = {}
+        self._attributes: list[dict[str, Any]] = []  # those that programs were made with
+        self._warm = False
+        self._recipe = self._new_recipe()
+        why = self._look()
+        if why is not None:
+            self._fall_back(why)
+
+    def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+        """Train on one batch; returns the loss and the model's output, detached."""
+        if self.cbp is not None and not self.cbp._hooks:
+            raise ValueError(CLOSED)
+        if self.why_eager is None and not self._watch.unchanged():
+            why = self._look()
+            if why is not None:
+                self._fall_back(why)
+        program = self._program(inputs, target) if self.why_eager is None else None
+        result = program(inputs, target) if program is not None else None
+        return self._eager(inputs, target) if result is None else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a compiled step cannot be copied or pickled, for it is made for the tensors of its model: copy (or save) "
+            "the model, the optimizer and cbp, and make another with gxd.compiled_step"
+        )
+
+    def _new_recipe(self) -> Recipe:
+        return Recipe(unwrap(self.model), self.optimizer, update_of(self.optimizer), self.loss, self.cbp, self.score)
+
+    def _look(self) -> str | None:
+        """Take note of what the model, the optimizer and the functions are now; returns why that cannot be compiled."""
+        recipe = self._new_recipe()
+        if not recipe.same_as(self._recipe):
+            self._recipe = recipe
+            self._programs.clear()
+        self._watch = Watch(self._recipe)
+        attributes = self._watch.attributes()
+        if attributes not in self._attributes:
+            self._attributes.append(attributes)
+        self._number = self._attributes.index(attributes)
+        return _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
+
+    def _eager(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+        args, kwargs = call_arguments(inputs)
+        output = self.model(*args, **kwargs)
+        value = self.loss(output, target)
+        if self.cbp is not None and self.score is not None:
+            self.cbp.observe(score=self.score(output, target))
+        elif self.cbp is not None:
+            self.cbp.observe(logits_of(output), target)
+        value.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value.detach(), detached(output)
+
+    def _program(self, inputs: Any, target: Any) -> Program | None:
+        """The program for this batch, or None if there is none."""
+        device = self._recipe.device()
+        key = Key(
+            (shape_of(inputs), shape_of(target)),
+            self._recipe.settings(),
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            self._number,
+            self.cbp is not None and self.cbp._scorer.observer.active,
+        )
+        program = self._programs.get(key)
+        if program is None and len(self._programs) >= MOST_PROGRAMS:
+            self._fall_back(self._too_many(key))
+        elif program is None:
+            program = self._make(inputs, target)
+            if program is not None:
+                self._programs[key] = program
+        return program
+
+    def _make(self, inputs: Any, target: Any) -> Program | None:
+        try:
+            with self._watch.undone() as changed:
+                program = Program(self._recipe, inputs, target)
+        except StateMissing:
+            return None  # the eager step makes it
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self._fall_back(f"{type(error).__name__}: {lines[0]}", 1)
+            return None
+        if changed and self._warm:
+            self._fall_back(f"the step sets {changed[0]!r}, which a compiled step cannot do; return it instead", 1)
+        if changed:  # it may be set in the first pass alone: let an eager one come first
+            self._warm = True
+            return None
+        return program
+
+    def _too_many(self, key: Key) -> str:
+        """What made so many programs necessary, and what to do about it."""
+        keys = [*self._programs, key]
+        number = {name: len({getattr(one, name) for one in keys}) for name in key._fields}
+        most = max(number, key=lambda name: number[name])
+        if most == "attributes":
+            last, now = (self._attributes[one.attributes] for one in keys[-2:])
+            names = sorted(name for name in {**last, **now} if last.get(name) != now.get(name))
+            what = (
+                f"{', '.join(map(repr, names[:3]))} has had {number[most]} values; keep it in a tensor, a buffer say, "
+            )
+            return what + "and change that in place"
+        return {
+            "batch": f"batches of more than {MOST_PROGRAMS} shapes; bring them to one shape, or drop the last",
+            "options": f"the optimizer's options other than lr have had {number[most]} values; keep them as they are "
+            "(a schedule of momentum: cycle_momentum=False)",
+            "autocast": f"autocast has had {number[most]} settings; keep to one",
+        }[most]
+
+    def _fall_back(self, why: str, deeper: int = 0) -> None:
+        self.why_eager = why
+        self._programs.clear()
+        del self._watch, self._attributes  # they keep what they have seen
+        warnings.warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning, stacklevel=4 + deeper)
+
+
+def _impossible(
+    model: nn.Module, optimizer: Optimizer, cbp: ContinualBackprop | None, recipe: Recipe, watch: Watch
+) -> str | None:
+    """Why this training cannot be compiled as one function, if that is known beforehand."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (cbp and cbp._processes.several):
+        return "several processes train together, and exchange gradients during the backward pass"
+    if cbp is not None and cbp.scaler is not None:
+        return "a GradScaler decides about each step on the host"
+    hook = watch.foreign_hook((cbp._scorer.observer, cbp._after_step) if cbp else ())
+    if hook is not None:
+        return f"{hook}, which a compiled step would pass over; remove it, or make the step without compiled_step"
+    replaced = cbp._tensors.replaced() if cbp else []
+    if replaced:
+        return f"{replaced[0]!r} was replaced after cbp was made: close() that one, and make another with a new plan"
+    if recipe.foreign:
+        return f"the optimizer trains {recipe.foreign} parameters that are not the model's"
+    if cbp is not None and recipe.update is None and cbp._utility.gradient in (None, "loss"):
+        return (
+            f"the utility {cbp._utility.name!r} is scored after the step of the optimizer, and "
+            f"{type(optimizer).__name__} steps by itself"
+        )
+    return None

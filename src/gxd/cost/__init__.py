@@ -1,0 +1,1 @@
+"""What it costs to lose a unit, measured."""

@@ -1,0 +1,1 @@
+"""See the units in the user's own forward pass."""

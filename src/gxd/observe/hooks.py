@@ -1,0 +1,105 @@
+"""Hooks on the modules of a model, which tell a :class:`gxd.observe.captures.Observer` of its forward passes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from gxd.errors import ObservationWarning
+
+if TYPE_CHECKING:
+    from gxd.observe.captures import Observer
+
+
+class Hook:
+    """A hook on one module. In a pickle or a deep copy of the model it is inert, unless its observer is copied, too."""
+
+    always = False  # or only while the observer is active
+
+    def __init__(self, observer: Observer | None = None, module: nn.Module | None = None) -> None:
+        self.observer, self.module = observer, module
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Hook:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(vars(self), module=memo.get(id(self.module)), observer=memo.get(id(self.observer)))
+        if copied.observer is None:  # not copied yet, or not at all
+            memo.setdefault(("hooks of", id(self.observer)), []).append(copied)
+        elif copied.module is None:
+            copied.module = copy.deepcopy(self.module, memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
+        not when a backward pass recomputes a checkpointed segment, not inside a transform of torch.func.
+        """
+        if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
+            return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
+        observer = self.observer
+        if (
+            observer is None
+            or not (observer.active or self.always)
+            or module is not self.module
+            or not module.training
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._functorch.maybe_current_level() is not None
+        ):
+            return None
+        return self.act(observer, *call)
+
+    def act(self, observer: Observer, *call: Any) -> Any:
+        raise NotImplementedError
+
+
+@torch.compiler.disable
+def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> Any:
+    return hook(module, *call)
+
+
+class Begin(Hook):
+    """The model is called. Its owner wants to know it on steps that are not scored, too."""
+
+    always = True
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        observer.begin(*call)
+
+
+class End(Hook):
+    """The model has returned."""
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        observer.end()
+
+
+class Unseen(Hook):
+    """A module is called that the trace did not see: say so once."""
+
+    always = True
+
+    def __init__(
+        self, observer: Observer | None = None, module: nn.Module | None = None, name: str = "", told: bool = False
+    ) -> None:
+        super().__init__(observer, module)
+        self.name, self.told = name, told
+
+    def act(self, observer: Observer, *call: Any) -> None:
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                f"{self.name!r} runs in training, but did not when the model was traced, so the plan does not know "
+                "what it reads: a reset leaves it connected to the fresh units (its columns are not zeroed). Trace "
+                "all that training runs: example_inputs may be a list of calls",
+                ObservationWarning,
+                stacklevel=2,
+            )
+        if get_proxy_mode() is None:  # after a compiled step is traced, all hooks are put back
+            observer.unseen.pop(self.name).remove()

@@ -1,0 +1,1 @@
+"""What a reset writes: parameters, and what optimizers keep of them."""

@@ -1,0 +1,179 @@
+"""What a reset writes: a list that is complete before anything is written, and undone as a whole if a write fails."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gxd.plan.layouts import Layout
+
+
+class Slices(Protocol):
+    """Which elements of a tensor are meant: of a parameter, or of any tensor that is laid out like it."""
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A copy of these elements."""
+
+    def set(self, tensor: Tensor, value: Tensor | float) -> None:
+        """Write a number, or what :meth:`read` would then return."""
+
+    def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
+        """Whether a tensor that has size 1 along some axes of ``shape`` has these elements for itself. Where it has
+        size 1 along the axis of the slices, all slices share what it holds.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """All of a tensor."""
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def set(self, tensor: Tensor, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            tensor.copy_(value)
+        else:
+            tensor.fill_(value)
+
+    def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
+        return tensor.shape == shape
+
+
+@dataclass(slots=True, eq=False)
+class AlongAxis:
+    """The slices of these numbers along an axis."""
+
+    axis: int
+    index: Tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor.index_select(self.axis, self.index.to(tensor.device))
+
+    def set(self, tensor: Tensor, value: Tensor | float) -> None:
+        index = self.index.to(tensor.device)
+        if isinstance(value, Tensor):
+            tensor.index_copy_(self.axis, index, value.to(tensor))
+        else:
+            tensor.index_fill_(self.axis, index, value)
+
+    def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
+        return tensor.shape[self.axis] == shape[self.axis]
+
+
+@dataclass(slots=True, eq=False)
+class InBlocks:
+    """The ``rows`` or ``columns`` of these numbers of a weight that counts them block by block."""
+
+    layout: Layout
+    kind: str
+    index: Tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        view, where = self._place(tensor)
+        return view[where]
+
+    def set(self, tensor: Tensor, value: Tensor | float) -> None:
+        view, where = self._place(tensor)
+        view[where] = value.to(view) if isinstance(value, Tensor) else value
+
+    def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
+        return tensor.shape[:2] == shape[:2]
+
+    def _place(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        return (self.layout.row if self.kind == "rows" else self.layout.column)(tensor, self.index)
+
+
+@dataclass(slots=True, eq=False)
+class Entries:
+    """The elements of these numbers, counted through the whole tensor."""
+
+    index: Tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[self.index.to(tensor.device)]
+
+    def set(self, tensor: Tensor, value: Tensor | float) -> None:
+        tensor.view(-1)[self.index.to(tensor.device)] = value.to(tensor) if isinstance(value, Tensor) else value
+
+    def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
+        return tensor.shape == shape
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """What becomes of some elements of a tensor.
+
+    Attributes:
+        value: what they are set to: a number, or a tensor as ``where.read`` returns it.
+        times: if given, ``times * value`` is added to the whole tensor instead.
+    """
+
+    tensor: Tensor
+    where: Slices
+    value: Tensor | float
+    times: float | None = None
+
+    @property
+    def adds(self) -> bool:
+        return self.times is not None
+
+    def on(self, tensor: Tensor) -> Write:
+        """The same write to another tensor that is laid out like this one: a copy of it."""
+        return Write(tensor, self.where, self.value, self.times)
+
+    def old(self) -> Tensor:
+        return self.where.read(self.tensor)
+
+    def write(self) -> None:
+        if self.times is None:
+            self.where.set(self.tensor, self.value)
+        else:
+            assert isinstance(self.value, Tensor)
+            self.tensor.add_(self.value.to(self.tensor), alpha=self.times)
+
+    def undo(self, old: Tensor) -> None:
+        self.where.set(self.tensor, old)
+
+
+@dataclass(slots=True, eq=False)
+class SetEntry:
+    """A value of a dict that is replaced: a counter that is a plain number."""
+
+    entries: MutableMapping[Any, Any]
+    key: Any
+    value: Any
+
+    def old(self) -> Any:
+        return self.entries[self.key]
+
+    def write(self) -> None:
+        self.entries[self.key] = self.value
+
+    def undo(self, old: Any) -> None:
+        self.entries[self.key] = old
+
+
+def carry_out(writes: Sequence[Write | SetEntry]) -> None:
+    """Write all of it, in order; under ``no_grad``. If anything fails, or is interrupted, everything is as it was.
+
+    Only the old values of what is written are kept meanwhile.
+    """
+    done: list[tuple[Write | SetEntry, Any]] = []
+    try:
+        for write in writes:
+            done.append((write, write.old()))
+            write.write()
+    except BaseException:
+        if done:
+            write, old = done.pop()
+            with suppress(Exception):  # it may be that it cannot be written to at all
+                write.undo(old)
+        for write, old in reversed(done):
+            write.undo(old)
+        raise

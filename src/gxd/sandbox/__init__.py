@@ -1,0 +1,1 @@
+"""Run a model, and leave everything as it was found."""

@@ -1,0 +1,1 @@
+"""What the units are worth: utilities, and their running averages."""
