@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gxd
-from gxd.observe.captures import attention_output
+from gxd.observe.consumers import replace_heads
 
 TOKENS = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(1))
 NEXT = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(2))
@@ -46,7 +46,9 @@ def heads_by_the_equation():
     model = LanguageModel()
     h = model.embed(TOKENS)
     attended, _ = model.attend(h, h, h)
-    source = attention_output(attended)
+    seen = []
+    replace_heads(model.attend, (attended, None), lambda source: seen.append(source) or source)
+    (source,) = seen
     logit = model.out(model.hidden(attended).relu()).gather(-1, NEXT[..., None]).sum()
     (gradient,) = torch.autograd.grad(logit, source)
     h, g = (tensor.detach().view(6, 4, 8).transpose(0, 1) for tensor in (source, gradient))

@@ -5,6 +5,7 @@ A plan says which tensor elements are a unit's (:mod:`gxd.plan`). Then every tra
 :func:`gxd.attach` hangs methods on a model and its optimizer.
 """
 
+from gxd.attach import Attachment, attach
 from gxd.compile.step import CompiledStep, compiled_step
 from gxd.cost.reset_cost import ResetCost, reset_cost
 from gxd.errors import (
@@ -15,7 +16,10 @@ from gxd.errors import (
     PlanError,
     TraceError,
 )
+from gxd.methods import presets as presets
+from gxd.methods.base import Host, Method
 from gxd.methods.continual_backprop import ContinualBackprop
+from gxd.methods.registry import method, methods, register_method
 from gxd.plan.find import find_units
 from gxd.plan.find.manual import hand_group
 from gxd.plan.units import Group, UnitPlan
@@ -27,11 +31,14 @@ from gxd.score.utilities import Observation, UnitView, register_utility, utiliti
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attachment",
     "CheckReport",
     "CompileWarning",
     "CompiledStep",
     "ContinualBackprop",
     "Group",
+    "Host",
+    "Method",
     "NonFiniteWarning",
     "Observation",
     "ObservationError",
@@ -41,10 +48,14 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "UnitView",
+    "attach",
     "check",
     "compiled_step",
     "find_units",
     "hand_group",
+    "method",
+    "methods",
+    "register_method",
     "register_optimizer_state",
     "register_utility",
     "reset_cost",

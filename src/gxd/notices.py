@@ -19,7 +19,7 @@ class Notices:
         nonfinite: how many non-finite observations were spoken of.
     """
 
-    def __init__(self, utility: Utility) -> None:
+    def __init__(self, utility: Utility | None) -> None:
         self.utility = utility
         self.passes = 0
         self.nonfinite = 0
@@ -48,7 +48,7 @@ class Notices:
     def of_unreached(self, groups: Sequence[str]) -> None:
         """These ran, but the output does not depend on them, which no warning has said yet."""
         self._groups.update(groups)
-        if self.utility.gradient == "loss":
+        if self.utility is not None and self.utility.gradient == "loss":
             what, remedy = "the loss", "Train on all outputs in the same step"
         else:
             what = "the observed output"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gxd.guards import with_inits
+from gxd.checkpoint import mapped
 from gxd.plan.units import UnitPlan
 
 
@@ -48,12 +48,16 @@ class Processes:
             dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
         return tensor
 
+    def agreed(self, state: Any) -> Any:
+        """The first process's state: its tensors, in place; see :mod:`gxd.checkpoint`."""
+        return mapped(state, self.agree) if self.several else state
+
     def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""
         if not self.several:
             return plan
         kinds = ["uniform", "normal", "function"]
-        inits = [[kinds.index(p.init.kind), p.init.scale] for g in plan.groups for p in g.producers]
+        inits = [[kinds.index(str(kind)), scale] for group in plan.inits() for kind, scale in group]
         agreed = self.agree(torch.tensor(inits, dtype=torch.float64, device=device))
         pairs = iter([(kinds[int(kind)], scale) for kind, scale in agreed.tolist()])
-        return with_inits(plan, [[next(pairs) for _ in g.producers] for g in plan.groups])
+        return plan.with_inits([[next(pairs) for _ in group.producers] for group in plan.groups])

@@ -52,6 +52,29 @@ def after_steps(optimizer: Any, function: Callable[..., None]) -> list[Any]:
     return [optimizer.register_step_post_hook(function), *made]
 
 
+def before_steps(optimizer: Any, function: Callable[[Any], None]) -> list[Any]:
+    """Call a function before every step of an optimizer, when the gradients are there: with a closure, after each call
+    of it. Returns handles with ``remove()``.
+    """
+
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            function(optimizer)
+            return None
+
+        def then() -> Any:
+            loss = closure()
+            function(optimizer)
+            return loss
+
+        return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+
+    optimizer = stepping(optimizer)
+    made = [] if _has_hooks(optimizer) else [_Hooked(optimizer)]
+    return [optimizer.register_step_pre_hook(before), *made]
+
+
 def _has_hooks(optimizer: Any) -> bool:
     """Whether step hooks can be registered, and will be called."""
     if not isinstance(optimizer, Optimizer):

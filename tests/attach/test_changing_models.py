@@ -81,7 +81,7 @@ def test_what_was_not_reset_is_as_old_as_it_was_and_is_not_made_up_for():
     with pytest.warns(gxd.ObservationWarning):
         train(model, optimizer, cbp, 100)
     assert bool((cbp.ages()["fc1"] == 100).all())
-    assert cbp._schedules[0].eligible == 16
+    assert cbp._parts[0].state.selector.cohorts.eligible[0] == 16
     model.fc2.train()
     assert train(model, optimizer, cbp, 1)["fc1"] <= 1
 
@@ -155,5 +155,5 @@ def test_per_example_gradients_by_torch_func_are_not_observed():
         each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, X, Y)
         assert each["0.weight"].shape == (32, 8, 6)
         train(model, optimizer, cbp, 2)
-        assert cbp._statistics.step == 2
+        assert cbp._parts[0].units.step == 2
         cbp.close()

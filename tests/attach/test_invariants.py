@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gxd
-from gxd.cost.clamp import clamped
+from gxd.observe.clamp import clamped
 from tests.models import MODELS, make
 
 OPTIMIZERS = {

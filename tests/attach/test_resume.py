@@ -88,7 +88,7 @@ def test_every_step_is_a_good_step_to_stop_at(optimizer: str, every: int):
         kept.append(saved_and_loaded(states(*whole)))
     for step in range(0, len(data), 2):
         again = resumed(kept[step], optimizer, True, **options)
-        assert same(again[2].last_resets, kept[step]["gxd"]["last_resets"])
+        assert same(again[2].last_resets, kept[step]["gxd"]["methods"]["0.continual_backprop"]["state"]["last"])
         train(*again, data[step + 1 :])
         assert same(states(*whole), states(*again)), f"resumed after step {step}"
 
@@ -126,7 +126,12 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     wide = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
     other = attach(wide, torch.optim.SGD(wide.parameters(), 0.1))
     before = cbp.state_dict()
-    for state in (other.state_dict(), {}, {**before, "version": 99}, {**before, "utility": "gxi"}):
+    for state in (
+        other.state_dict(),
+        {},
+        {**before, "version": 99},
+        {**before, "methods": {"0.redo": before["methods"]["0.continual_backprop"]}},
+    ):
         with pytest.raises(gxd.PlanError):
             cbp.load_state_dict(state)
         assert same(cbp.state_dict(), before)
@@ -280,23 +285,24 @@ def test_unscored_steps_capture_nothing_and_observe_does_nothing(utility: str, m
     model, optimizer, cbp = attached(score_every=4, utility=utility, replacement_rate=0.0)
     data = batches(6)
     model(data[0][0])
-    assert cbp._scorer.observer.passes
+    assert cbp._parts[0].scorer.observer.passes
     train(model, optimizer, cbp, data[:1])
-    before = cbp.state_dict()
+    before, utilities = cbp.state_dict(), cbp.utilities()
     monkeypatch.setattr(torch.autograd, "grad", None)  # observe() must not even differentiate
     for x, y in data[1:4]:
         logits = model(x)
-        assert not cbp._scorer.observer.passes
+        assert not cbp._parts[0].scorer.observer.passes
         cbp.observe(logits, y)
         F.cross_entropy(logits, y).backward()
         optimizer.step()
     after = cbp.state_dict()
-    before["statistics"]["step"] += 3
-    before["schedules"] = after["schedules"]
+    then, now = (state["methods"]["0.continual_backprop"]["state"] for state in (before, after))
+    then["units"]["step"] += 3
+    then["selector"] = now["selector"]
     assert same(before, after)
     monkeypatch.undo()
     train(model, optimizer, cbp, data[4:5])
-    assert not same(cbp.state_dict()["statistics"]["utility"], before["statistics"]["utility"])
+    assert not same(cbp.utilities(), utilities)
 
 
 def test_scoring_fewer_steps_resets_as_many_units():

@@ -96,7 +96,8 @@ def test_a_wrapper_that_takes_part_in_the_step_has_finished_before_the_reset(wra
     optimizer = wrapper(adam(model))
     cbp = gxd.ContinualBackprop(model, optimizer, plan=PLAN, utility="activation", maturity=3, replacement_rate=0.4)
     seen = []
-    cbp._reset = lambda due: seen.append(copy.deepcopy(model.state_dict()))  # type: ignore[method-assign]
+    host = cbp._parts[0].host
+    host.reset = lambda *_: seen.append(copy.deepcopy(model.state_dict()))  # type: ignore[method-assign]
     train(model, optimizer, 4)
     assert len(seen) == 1 and torch.equal(seen[0]["0.weight"], model[0].weight)
 
@@ -114,7 +115,7 @@ def test_a_learning_rate_scheduler_and_gxd_share_the_step_of_a_wrapper(first: st
         for _ in range(3):
             train(model, optimizer, 1)
             scheduler.step()
-    assert cbp._statistics.step == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
+    assert cbp._parts[0].units.step == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
     cbp.close()
     train(model, optimizer, 1)
     scheduler.step()
@@ -134,7 +135,7 @@ def test_a_class_that_torch_has_hooked_by_another_of_its_instances_takes_one_ste
     cbp = gxd.ContinualBackprop(model, optimizer, plan=PLAN, utility="activation", maturity=100)
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     train(model, optimizer, 3)
-    assert cbp._statistics.step == len(calls) == 3
+    assert cbp._parts[0].units.step == len(calls) == 3
 
 
 @pytest.mark.parametrize("place", ["attribute", "list", "dict", "deep", "cycle"])
@@ -169,7 +170,7 @@ def test_two_optimizers_for_parts_of_a_model_in_one_wrapper_take_one_step():
     optimizer.inside["the"].append(torch.optim.Adam(biases, 0.01))
     cbp = gxd.ContinualBackprop(model, optimizer, plan=PLAN, utility="activation", maturity=4, replacement_rate=0.4)
     train(model, optimizer, 5)
-    assert cbp._statistics.step == 5 and cbp.total_resets == 4
+    assert cbp._parts[0].units.step == 5 and cbp.total_resets == 4
     sgd, moments = optimizer.inside["the"]
     assert not sgd.state[model[0].weight]["momentum_buffer"][cbp.last_resets["0"]].any()
     assert not moments.state[model[0].bias]["exp_avg"][cbp.last_resets["0"]].any()

@@ -14,6 +14,7 @@ from torch import nn
 import gxd
 from gxd.compile import program
 from tests.models import make
+from tests.rig import same
 from tests.zoo import CASES, Case
 
 STEPS = 200
@@ -282,10 +283,9 @@ def test_a_checkpoint_taken_between_compiled_steps_resumes_bit_for_bit(traced_on
                 cbp.load_state_dict(saved[2])
                 step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
             step(x, y)
-        return model.state_dict(), cbp.state_dict()["statistics"]
+        return model.state_dict(), cbp.state_dict()
 
-    for one, two in zip(run(60), run(60, resume_at=31)):
-        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key])) for key in one)
+    assert same(run(60), run(60, resume_at=31))
 
 
 def test_the_loss_and_the_output_come_back_without_a_graph_and_gradients_are_not_left_behind(traced_only):
@@ -396,7 +396,7 @@ def test_what_cannot_be_a_step_is_refused_with_the_remedy():
         gxd.compiled_step(model, optimizer, None)
     with pytest.raises(ValueError, match="another model or optimizer"):
         gxd.compiled_step(mlp(), optimizer, F.cross_entropy, cbp)
-    with pytest.raises(TypeError, match="ContinualBackprop or None"):
+    with pytest.raises(TypeError, match=r"ContinualBackprop .* or None"):
         gxd.compiled_step(model, optimizer, F.cross_entropy, "gxd")
     cbp.close()
     with pytest.raises(ValueError, match="closed"):

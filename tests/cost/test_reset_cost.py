@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import gxd
 from gxd.cost import lesion
-from gxd.cost.clamp import clamped
 from gxd.cost.ranks import mean_of_lowest, ranks, spearman
+from gxd.observe.clamp import clamped
 from tests.models import MODELS, make
 
 CALIBRATION, PROBE = 24, 20

@@ -88,7 +88,7 @@ def train(model: nn.Module, optimizer: Any, cbp: gxd.ContinualBackprop, steps: i
     for _ in range(steps):
         logits, value = model(X)
         observe(cbp, logits, value)
-        loss = F.cross_entropy(logits, Y) + (0 if cbp._utility.gradient == "loss" else value.square().mean())
+        loss = F.cross_entropy(logits, Y) + (0 if cbp.methods[0].utility.gradient == "loss" else value.square().mean())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -275,7 +275,7 @@ def test_a_compiled_step_leaves_alone_what_the_eager_one_does(
         assert step.why_eager is None
         assert len(of_groups(caught)) == 1 and "'value.0'" in of_groups(caught)[0]
         assert cbp.total_resets > 0
-        runs.append((dict(model.state_dict()), cbp.utilities(), cbp.ages(), cbp._statistics.seen))
+        runs.append((dict(model.state_dict()), cbp.utilities(), cbp.ages(), cbp._parts[0].units.seen))
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=1e-5)
 
 

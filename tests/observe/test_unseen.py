@@ -163,4 +163,4 @@ def test_a_compiled_step_warns_when_it_is_traced_and_stays_compiled(caught: list
     assert step.why_eager is None
     step._eager(X, Y)
     assert len(of_modules(caught)) == 2
-    assert not cbp._scorer.observer.unseen
+    assert not cbp._parts[0].scorer.observer.unseen

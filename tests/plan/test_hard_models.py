@@ -278,7 +278,7 @@ def test_unobserved_passes_do_not_pile_up_without_end():
     with pytest.warns(gxd.ObservationWarning, match="no_grad"):
         for _ in range(300):
             model(X)
-    assert len(cbp._scorer.observer.passes) == 256
+    assert len(cbp._parts[0].scorer.observer.passes) == 256
 
 
 def test_a_forward_that_raised_does_not_count():

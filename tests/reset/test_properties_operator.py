@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gxd
-from gxd.cost.clamp import clamped
+from gxd.observe.clamp import clamped
 from tests.random_networks import (
     EXAMPLES,
     LAYERS,

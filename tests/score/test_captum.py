@@ -11,7 +11,7 @@ from captum.attr import LayerActivation, LayerFeatureAblation, LayerGradientXAct
 from torch import Tensor, nn
 
 import gxd
-from gxd.cost.clamp import clamped
+from gxd.observe.clamp import clamped
 
 CLASSES = 5
 SEED = 3

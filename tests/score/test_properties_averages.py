@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gxd
-from gxd.select.lowest import Schedule, lowest
+from gxd.checkpoint import loaded, saved
+from gxd.score.state import UnitState, forgotten
+from gxd.select.lowest import LowestRate, lowest
 from tests.random_networks import quick
 
 # ---------------------------------------------------------------- the budget
@@ -23,34 +25,51 @@ from tests.random_networks import quick
 rates = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1e-4, 0.01, 0.1, 1 / 3, 0.5, 1.0]))
 
 
+def units_of(size: int) -> tuple[gxd.UnitPlan, UnitState]:
+    """One group of units, of which nothing is known."""
+    plan = gxd.find_units(nn.Sequential(nn.Linear(1, size), nn.ReLU(), nn.Linear(size, 1)), torch.zeros(2, 1))
+    return plan, UnitState.new(plan, torch.device("cpu"), torch.float32)
+
+
 @quick
 @given(st.integers(1, 30), rates, st.integers(0, 12), st.integers(1, 80), st.data())
 def test_the_schedule_is_that_of_a_simulation_of_every_unit(
     size: int, rate: float, maturity: int, steps: int, data: Any
 ):
-    """Also across a checkpoint: a budget of half a unit survives it."""
-    schedule = Schedule(size, rate, maturity)
-    saved_at = data.draw(st.integers(0, steps))
+    """Also across a checkpoint, from which a budget of half a unit survives, across a change of the maturity, and where
+    the group may not be reset.
+    """
+    plan, units = units_of(size)
+    selector = LowestRate(rate, maturity)
+    state = selector.init(plan, units)
+    saved_at, changed_at = data.draw(st.integers(0, steps)), data.draw(st.integers(0, steps))
     rng = random.Random(steps)
-    ages, budget, earned, spent = [0] * size, 0.0, [], 0
+    budget, earned, spent = 0.0, [], 0
     for step in range(1, steps + 1):
         if step == saved_at:
-            state = json.loads(json.dumps(schedule.state_dict()))
-            schedule = Schedule(size, rate, maturity)
-            schedule.load_state_dict(state)
-        ages = [age + 1 for age in ages]
-        eligible = [unit for unit, age in enumerate(ages) if age > maturity]
+            state = loaded(json.loads(json.dumps(saved(state))), selector.init(plan, units), "state")
+        if step == changed_at:
+            maturity = selector.maturities.default = data.draw(st.integers(0, 12))
+        units = units._replace(step=step)
+        eligible = (units.ages() > maturity).nonzero().flatten().tolist()
         earned.append(rate * len(eligible))
         budget += earned[-1]
         count = min(math.floor(budget), len(eligible))
         budget -= count
-        for unit in rng.sample(eligible, count):
-            ages[unit] = 0
-        due = schedule.advance(step)
-        assert due == count <= len(eligible)
-        spent += due
-        assert schedule.eligible == len(eligible) - count
-    assert 0 <= math.fsum(earned) - spent < 1 + 1e-9, "what is owed is less than a unit"
+        allowed = rng.random() < 0.8
+        before = state
+        state, due = selector.advance(plan, units, state)
+        assert due == (count > 0) and selector.advance(plan, units, before) == (state, due), "a state is not written to"
+        if due:
+            chosen, state = selector.select(plan, units, state, lambda _, a=allowed: a)
+            assert [len(index) for index in chosen.values()] == [count] * allowed
+            for index in chosen.values():
+                assert set(index.tolist()) <= set(eligible)
+                units = forgotten(units, index, index)
+            spent += count
+        assert state.budget == (budget,)
+    if changed_at == 0:
+        assert 0 <= math.fsum(earned) - spent < 1 + 1e-9, "what is owed is less than a unit"
 
 
 @quick
@@ -58,8 +77,16 @@ def test_the_schedule_is_that_of_a_simulation_of_every_unit(
 def test_without_maturity_the_resets_are_the_floor_of_rate_times_units_times_steps(
     size: int, rate: Fraction, steps: int
 ):
-    schedule = Schedule(size, float(rate), 0)
-    total = sum(schedule.advance(step) for step in range(1, steps + 1))
+    plan, units = units_of(size)
+    selector = LowestRate(float(rate), 0)
+    state, total = selector.init(plan, units), 0
+    for step in range(1, steps + 1):
+        units = units._replace(step=step)
+        state, due = selector.advance(plan, units, state)
+        if due:
+            chosen, state = selector.select(plan, units, state, lambda _: True)
+            units = forgotten(units, chosen[0], chosen[0])
+            total += len(chosen[0])
     exact = rate * size * steps
     assert total in (math.floor(exact), math.floor(exact - Fraction(1, 10**6))), "one less only by rounding"
 

@@ -1,14 +1,15 @@
 """A training step, traced and compiled for batches of one shape.
 
-The step is run once on fake tensors with the rooms' own code, and every operation is written down below autograd. What
-comes out is a flat graph without hooks, modules and autograd, which the compiler may fuse as it likes.
+The step is run once on fake tensors with the code of the eager step, and every operation is written down below
+autograd. What comes out is a flat graph without hooks, modules and autograd, which the compiler may fuse as it likes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -21,14 +22,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from gxd.attach import Attachment, Part
 from gxd.compile.updates import Update
-from gxd.methods.continual_backprop import ContinualBackprop
-from gxd.observe.direction import check_probabilities, direction_of
+from gxd.errors import ObservationError
+from gxd.observe.direction import check_probabilities, direction_of, random_signs
 from gxd.plan.find import call_arguments
 from gxd.score.scorer import Scorer
-from gxd.score.statistics import Statistics
+from gxd.score.scoring import NOTHING
+from gxd.score.state import UnitState
 
-KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")  # the statistics that a step brings up to date
+KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")  # of the units, what a step brings up to date
 
 
 class Parts(NamedTuple):
@@ -37,7 +40,7 @@ class Parts(NamedTuple):
     tensors: list[Tensor]  # parameters and buffers
     states: list[Tensor]  # of the optimizer
     rates: list[Tensor]
-    kept: list[Tensor]  # statistics of the units
+    kept: list[Tensor]  # what is known of the units, for each method that observes them
     signs: list[Tensor]  # for gxd_sketch
     batch: list[Tensor]
 
@@ -55,11 +58,11 @@ class Recipe:
         optimizer: Optimizer,
         update: Update | None,
         loss: Callable[[Any, Any], Tensor],
-        cbp: ContinualBackprop | None,
+        attached: Attachment | None,
         score: Callable[[Any, Any], Tensor] | None,
     ) -> None:
         self.model, self.optimizer, self.update = model, optimizer, update
-        self.loss, self.cbp, self.score = loss, cbp, score
+        self.loss, self.attached, self.score = loss, attached, score
         # A tied parameter has several names, and is one tensor.
         self.names: dict[str, int] = {}
         self.places: list[tuple[dict[str, Any], str]] = []
@@ -150,33 +153,27 @@ class Program:
     """One training step, for batches like the given one."""
 
     def __init__(self, recipe: Recipe, inputs: Any, target: Any) -> None:
-        self.recipe, self.cbp = recipe, recipe.cbp
+        self.recipe, self.attached = recipe, recipe.attached
         # A parameter that never had a gradient (the head of another task) has no state, and needs none.
         kept = recipe.kept()
         self.kept = [one for one in kept if recipe.states([one]) is not None]
         if kept and not self.kept:
             raise StateMissing
         states = recipe.states(self.kept) or []
-        self.scored = self.cbp is not None and self.cbp._scorer.observer.active
+        self.watched = [] if self.attached is None else self.attached.watched()
         leaves, self.structure = tree_flatten((inputs, target))
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.probabilities = False  # whether the target has to lie in [0, 1]
         self.logits: Tensor | None = None  # like them, for the signs that are drawn
-        if self.scored and self.cbp is not None and self.cbp._utility.gradient == "sketch" and recipe.score is None:
+        self.sketched = [scorer for _, scorer in self.watched if scorer.utility.gradient == "sketch"]
+        if self.sketched and recipe.score is None:
             _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1][0]), states, inputs, target)
             self.logits = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-        # Made out here: what is done with real tensors while tracing becomes part of the graph.
-        self.weights: dict[str, Tensor] = {}
-        self.scorer = self._own_scorer() if self.scored else None
-        try:
-            graph, _ = self._trace(self._step, states, inputs, target)
-        finally:
-            if self.scorer is not None:
-                self.scorer.observer.close()
+        graph, _ = self._trace(self._step, states, inputs, target)
         self.outside = outside_as_inputs(graph)
         self._refuse_own_tensors()
-        with torch.no_grad(), torch.random.fork_rng(), _kept(self.cbp):
-            example = [*chain(*self._parts(states, inputs, target, torch.ones_like)), *self.outside]
+        with torch.no_grad(), torch.random.fork_rng(), _same_noise(self.watched):
+            example = [*chain(*self._parts(states, inputs, target, traced=True)), *self.outside]
             self.function = compile_graph(graph, example)
             self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
 
@@ -188,24 +185,21 @@ class Program:
             return None
         if self.probabilities:  # out here, for values cannot be looked at in the trace
             check_probabilities(target)
-        draw = torch.ones_like if self.cbp is None else self.cbp._signs
-        results = iter(self.function(*chain(*self._parts(states, inputs, target, draw)), *self.outside))
+        results = iter(self.function(*chain(*self._parts(states, inputs, target)), *self.outside))
         loss = next(results)
         if self.one_tensor:
             output = next(results)
         else:
             output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
-        before = {} if self.cbp is None else self.cbp._statistics.now()
-        if self.scored and self.cbp is not None:
-            for name in KEPT:
-                setattr(self.cbp._statistics, name, next(results))
-            self.cbp._statistics.seen = next(results) if self.partial else None
-            self.cbp._statistics.alarm = self.cbp._statistics.waits
-            self.cbp._warn_of_unreached(self.unreached)
+        for (part, scorer), (incomplete, unreached) in zip(self.watched, self.seen, strict=True):
+            values = [next(results) for _ in KEPT]
+            part.observed = _units(part.units, values, next(results) if incomplete else None)
+            if unreached:
+                scorer.warn_of_unreached(unreached, part.observed)
         if self.recipe.update is None:
             self._step_by_itself(results)
-        elif self.cbp is not None:
-            self.cbp._advance(before)
+        elif self.attached is not None:
+            self.attached.stepped()
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return loss, output
 
@@ -214,19 +208,20 @@ class Program:
         tensors = self.recipe.tensors()
         for number, has_gradient in self.graded:
             tensors[number].grad = next(gradients) if has_gradient else None
-        if self.cbp is not None:
-            self.cbp._scorer.observer.active = False
         self.recipe.optimizer.step()
         self.recipe.optimizer.zero_grad()
 
-    def _parts(self, states: list[Tensor], inputs: Any, target: Any, draw: Callable[[Tensor], Tensor]) -> Parts:
+    def _parts(self, states: list[Tensor], inputs: Any, target: Any, traced: bool = False) -> Parts:
         """All that the step reads."""
         if isinstance(inputs, Tensor) and isinstance(target, Tensor):
             batch = [inputs, target]
         else:
             batch = [leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, Tensor)]
-        kept = [getattr(self.cbp._statistics, n) for n in KEPT] if self.scored and self.cbp is not None else []
-        signs = [] if self.logits is None else [draw(self.logits)]
+        kept = [tensor for part, _ in self.watched for tensor in part.units[2:7]]
+        signs: list[Tensor] = []
+        if self.logits is not None:
+            draws = [torch.ones_like if traced else partial(random_signs, generator=s.noise) for s in self.sketched]
+            signs = [draw(self.logits) for draw in draws]
         return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, signs, batch)
 
     def _refuse_own_tensors(self) -> None:
@@ -246,7 +241,7 @@ class Program:
         self, function: Callable[[Parts], Any], states: list[Tensor], inputs: Any, target: Any
     ) -> tuple[GraphModule, Any]:
         """The graph of a function of the parts, taken one by one, and what it returned, without values."""
-        parts = self._parts(states, inputs, target, torch.ones_like)
+        parts = self._parts(states, inputs, target, traced=True)
         returned: list[Any] = []
 
         def flat(*tensors: Tensor) -> Any:
@@ -254,18 +249,12 @@ class Program:
             returned.append(function(Parts(*(list(islice(rest, len(part))) for part in parts))))
             return returned[-1]
 
-        observer = self.cbp._scorer.observer if self.cbp is not None else None
-        active = observer is not None and observer.active
-        try:
-            if observer is not None:  # the traced step has its own
-                observer.active = False
-            with torch.enable_grad():
-                graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
-                    *[tensor.detach() for tensor in chain(*parts)]
-                )
-        finally:
-            if observer is not None:
-                observer.active = active
+        with ExitStack() as stack, torch.enable_grad():
+            for _, scorer in self.watched:
+                stack.enter_context(scorer.aside())
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                *[tensor.detach() for tensor in chain(*parts)]
+            )
         return graph, returned[-1]
 
     def _forward(self, parts: Parts) -> tuple[list[Tensor], tuple[Any, Tensor, Any]]:
@@ -288,26 +277,31 @@ class Program:
         return tree_unflatten(leaves, self.structure)
 
     def _step(self, parts: Parts) -> list[Tensor]:
-        target, scorer = self._given_batch(parts)[1], self.scorer
-        if scorer is not None:
-            self.weights.update((name, parts.tensors[number]) for name, number in self.recipe.names.items())
-            for name, tensor in zip(KEPT, parts.kept, strict=True):
-                setattr(scorer.statistics, name, tensor)
+        target = self._given_batch(parts)[1]
+        tensors = {name: parts.tensors[number] for name, number in self.recipe.names.items()}
+        kept, signs = iter(parts.kept), iter(parts.signs)
+        states = [_units(part.units, [next(kept) for _ in KEPT], None) for part, _ in self.watched]
         leaves, (output, loss, score) = self._forward(parts)
-        if scorer is not None and scorer.utility.needs_observe:
-            logits, classes = (logits_of(output), target) if score is None else (None, None)
-            signs = lambda _: parts.signs[0]  # noqa: E731
-            direction = direction_of(scorer.utility.gradient, logits, classes, score, signs, traced=True)
-            self.probabilities = direction.probabilities
-            scorer.observe(direction)
+        sums = [NOTHING for _ in self.watched]
+        for number, (_, scorer) in enumerate(self.watched):
+            if scorer.utility.needs_observe:
+                logits, classes = (logits_of(output), target) if score is None else (None, None)
+                draw = lambda _: next(signs)  # noqa: E731
+                direction = direction_of(scorer.utility.gradient, logits, classes, score, draw, traced=True)
+                self.probabilities = self.probabilities or direction.probabilities
+                sums[number] = scorer.scored(states[number], NOTHING, tensors, direction)
         trained = [n for numbers in self.recipe.trained for n in numbers if leaves[n].requires_grad]
         found = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
         gradients = dict(zip(trained, found, strict=True))
         with torch.no_grad():
             if self.recipe.update is not None:
                 self._apply(self.recipe.update, parts, gradients)
-            if scorer is not None:
-                scorer.finish()
+            for number, (_, scorer) in enumerate(self.watched):
+                if not scorer.utility.needs_observe:
+                    sums[number] = scorer.used(states[number], NOTHING, tensors)
+                if sums[number].empty:
+                    raise ObservationError("the step shows no unit of the plan")
+                states[number] = scorer.scoring.close(states[number], sums[number], wait=False)
         values, self.returned = tree_flatten(output)
         if not all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values):
             raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")
@@ -315,23 +309,14 @@ class Program:
         self.one_tensor = isinstance(output, Tensor)
         self.graded = [(n, g is not None) for n, g in gradients.items()]
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
-        if scorer is not None:
-            results += [getattr(scorer.statistics, name) for name in KEPT]
-            seen = scorer.statistics.seen
-            self.partial, self.unreached = seen is not None, scorer.unreached
-            results += [seen] if seen is not None else []
+        self.seen = []
+        for state, shown, (_, scorer) in zip(states, sums, self.watched, strict=True):
+            results += state[2:7]
+            results += [] if state.seen is None else [state.seen]
+            self.seen.append((state.seen is not None, scorer.scoring.unreached(shown)))
         if self.recipe.update is None:
             results += [g for g in gradients.values() if g is not None]
         return results
-
-    def _own_scorer(self) -> Scorer:
-        """The rooms, for the trace."""
-        cbp = self.cbp
-        assert cbp is not None
-        like = cbp._statistics
-        statistics = Statistics(cbp.plan, like.decay, like.device, like.dtype)
-        statistics.waits = False
-        return Scorer(cbp.model, cbp.plan, self.weights, cbp._utility, statistics, cbp.positions, cbp._noise)
 
     def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
         states, kept = iter(parts.states), dict(self.kept)
@@ -358,7 +343,7 @@ class _Judged(nn.Module):
         output = self.model(*args, **kwargs)
         loss, score = self.recipe.loss(output, target), self.recipe.score
         # In the order, and on the steps, of the eager loop: either may draw random numbers.
-        return output, loss, None if score is None or self.recipe.cbp is None else score(output, target)
+        return output, loss, None if score is None or self.recipe.attached is None else score(output, target)
 
 
 def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
@@ -383,15 +368,20 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
     return [tensor for tensor, _ in found.values()]
 
 
+def _units(units: UnitState, kept: Sequence[Tensor], seen: Tensor | None) -> UnitState:
+    """The units with other averages."""
+    return units._replace(**dict(zip(KEPT, kept, strict=True)), seen=seen)  # type: ignore[arg-type]
+
+
 @contextmanager
-def _kept(cbp: ContinualBackprop | None) -> Iterator[None]:
+def _same_noise(watched: Sequence[tuple[Part, Scorer]]) -> Iterator[None]:
     """Leave the random numbers of utilities as they are."""
-    state = None if cbp is None else cbp._noise.get_state()
+    states = [scorer.noise.get_state() for _, scorer in watched]
     try:
         yield
     finally:
-        if cbp is not None and state is not None:
-            cbp._noise.set_state(state)
+        for (_, scorer), state in zip(watched, states, strict=True):
+            scorer.noise.set_state(state)
 
 
 def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import arguments
+from gxd.attach import Attachment
 from gxd.compile.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
 from gxd.compile.updates import update_of
 from gxd.compile.watch import Watch
 from gxd.errors import CompileWarning
-from gxd.methods.continual_backprop import ContinualBackprop
 from gxd.plan.find import call_arguments
 from gxd.plan.layouts import unwrap
 from gxd.reset.optimizers import is_optimizer
@@ -34,14 +34,14 @@ class Key(NamedTuple):
     options: Any
     autocast: Any
     attributes: int  # the number of a set of them
-    scored: bool
+    scored: tuple[str, ...]  # the methods that observe the step
 
 
 def compiled_step(
     model: nn.Module,
     optimizer: Optimizer,
     loss: Callable[[Any, Any], Tensor],
-    cbp: ContinualBackprop | None = None,
+    cbp: Attachment | None = None,
     *,
     score: Callable[[Any, Any], Tensor] | None = None,
 ) -> CompiledStep:
@@ -99,7 +99,7 @@ class CompiledStep:
         model: nn.Module,
         optimizer: Optimizer,
         loss: Callable[[Any, Any], Tensor],
-        cbp: ContinualBackprop | None,
+        cbp: Attachment | None,
         score: Callable[[Any, Any], Tensor] | None,
     ) -> None:
         arguments.module(model)
@@ -109,9 +109,10 @@ class CompiledStep:
         for name, function in (("loss", loss), ("score", score)):
             if not callable(function) and (name == "loss" or function is not None):
                 raise TypeError(f"{name} must be a function of (output, target), got {type(function).__name__}")
-        if cbp is not None and not isinstance(cbp, ContinualBackprop):
-            raise TypeError(f"cbp must be a gxd.ContinualBackprop or None, got {type(cbp).__name__}")
-        if cbp is not None and not cbp._hooks:
+        if cbp is not None and not isinstance(cbp, Attachment):
+            what = "a gxd.ContinualBackprop (or what gxd.attach returns) or None"
+            raise TypeError(f"cbp must be {what}, got {type(cbp).__name__}")
+        if cbp is not None and cbp.closed:
             raise ValueError(CLOSED)
         if cbp is not None and (cbp.model is not unwrap(model) or cbp.optimizer is not optimizer):
             raise ValueError("cbp belongs to another model or optimizer: give the ones it was made with")
@@ -127,7 +128,7 @@ class CompiledStep:
 
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         """Train on one batch; returns the loss and the model's output, detached."""
-        if self.cbp is not None and not self.cbp._hooks:
+        if self.cbp is not None and self.cbp.closed:
             raise ValueError(CLOSED)
         if self.why_eager is None and not self._watch.unchanged():
             why = self._look()
@@ -180,7 +181,7 @@ class CompiledStep:
             self._recipe.settings(),
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             self._number,
-            self.cbp is not None and self.cbp._scorer.observer.active,
+            () if self.cbp is None else tuple([part.key for part, _ in self.cbp.watched()]),
         )
         program = self._programs.get(key)
         if program is None and len(self._programs) >= MOST_PROGRAMS:
@@ -235,24 +236,29 @@ class CompiledStep:
 
 
 def _impossible(
-    model: nn.Module, optimizer: Optimizer, cbp: ContinualBackprop | None, recipe: Recipe, watch: Watch
+    model: nn.Module, optimizer: Optimizer, cbp: Attachment | None, recipe: Recipe, watch: Watch
 ) -> str | None:
     """Why this training cannot be compiled as one function, if that is known beforehand."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (cbp and cbp._processes.several):
+    several = cbp is not None and cbp.host.processes.several
+    if several or isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "several processes train together, and exchange gradients during the backward pass"
     if cbp is not None and cbp.scaler is not None:
         return "a GradScaler decides about each step on the host"
-    hook = watch.foreign_hook((cbp._scorer.observer, cbp._after_step) if cbp else ())
+    before = cbp.acts_before_steps if cbp else None
+    if before is not None:
+        return f"{before} rewrites gradients before the step of the optimizer"
+    hook = watch.foreign_hook(cbp.own_hooks if cbp else ())
     if hook is not None:
         return f"{hook}, which a compiled step would pass over; remove it, or make the step without compiled_step"
-    replaced = cbp._tensors.replaced() if cbp else []
+    replaced = cbp.host.tensors.replaced() if cbp else []
     if replaced:
         return f"{replaced[0]!r} was replaced after cbp was made: close() that one, and make another with a new plan"
     if recipe.foreign:
         return f"the optimizer trains {recipe.foreign} parameters that are not the model's"
-    if cbp is not None and recipe.update is None and cbp._utility.gradient in (None, "loss"):
-        return (
-            f"the utility {cbp._utility.name!r} is scored after the step of the optimizer, and "
-            f"{type(optimizer).__name__} steps by itself"
-        )
+    for method in cbp.methods if cbp is not None and recipe.update is None else ():
+        if method.utility is not None and method.utility.gradient in (None, "loss"):
+            return (
+                f"the utility {method.utility.name!r} is scored after the step of the optimizer, and "
+                f"{type(optimizer).__name__} steps by itself"
+            )
     return None

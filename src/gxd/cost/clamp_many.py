@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
-from gxd.observe.captures import replace_arguments
+from gxd.observe.consumers import replace_input
 from gxd.plan.layouts import LINEAR, LINEAR_TRANSPOSED, is_plain_call
 from gxd.plan.units import Consumer, Group, View
 from gxd.sandbox.snapshot import as_found
@@ -109,7 +109,7 @@ def _add_change(consumer: Consumer, clamp: dict[str, Any]) -> Callable[..., Any]
             sources.append(source)
             return source
 
-        replace_arguments(consumer.ports, args, kwargs, note)
+        replace_input(consumer.ports, args, kwargs, note)
         change = clamp["level"].to(output.dtype) - sources[0].index_select(-1, clamp["columns"])
         weight = clamp["weights"][consumer.weight]
         if weight.shape[0] == 1:
@@ -127,7 +127,7 @@ def _clamp_input(view: View, consumer: Consumer, clamp: dict[str, Any]) -> Calla
         return torch.where(own.view(shape), clamp["level"].to(source.dtype), source)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return replace_arguments(consumer.ports, args, kwargs, hold)
+        return replace_input(consumer.ports, args, kwargs, hold)
 
     return hook
 

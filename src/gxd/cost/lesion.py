@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gxd.cost.clamp import clamped, watched
 from gxd.cost.clamp_many import can_clamp_many, outputs_clamped
 from gxd.errors import ObservationWarning
-from gxd.observe.captures import Gradients, Pass, Reader, sum_of
+from gxd.observe.captures import Gradients, Pass
+from gxd.observe.clamp import clamped, watched
 from gxd.observe.direction import Direction, direction_of, random_signs
+from gxd.observe.reading import Reader, sum_of
 from gxd.plan.find import call_arguments
 from gxd.plan.layouts import NamedTensors, state_dtype
 from gxd.plan.units import Group, UnitPlan
 from gxd.sandbox.substitute import Call, copied_arguments, copies, run, seed_all
-from gxd.score.statistics import Statistics
-from gxd.score.tally import Tally, view_numbers
+from gxd.score.scoring import NOTHING, Scoring, Sums
+from gxd.score.state import UnitState
 from gxd.score.utilities import Utility
 
 _MOST_UNITS = 256  # clamped in one forward pass
@@ -79,8 +80,6 @@ class Lesion:
     ) -> None:
         self.model, self.plan, self.output, self.positions, self.seed = model, plan, output, positions, seed
         self.generator = torch.Generator().manual_seed(seed)
-        self.views = [view for group in plan.groups for view in group.views]
-        self.views_of = view_numbers(plan)
         self.elements: dict[int, int] = {}  # view -> its size per example, in the order in which views are read
 
     # --- forward passes -----------------------------------------------------------------------------------------------
@@ -103,9 +102,9 @@ class Lesion:
 
     def references(self, data: Data, length: int) -> list[Tensor]:
         """For each group ``(views, size)``: the mean of h over examples and positions; 0 where a view is not read."""
-        readers = [Reader(view, "signed") for view in self.views]
-        sums = [torch.zeros(view.columns.shape[0], dtype=torch.float64) for view in self.views]
-        counts = [0] * len(self.views)
+        readers = [Reader(view, "signed") for view in self.plan.views]
+        sums = [torch.zeros(view.columns.shape[0], dtype=torch.float64) for view in self.plan.views]
+        counts = [0] * len(self.plan.views)
         for call, _, examples in data.parts(length):
             _, one = self.watch(call)
             for number, capture in one.items():
@@ -114,7 +113,7 @@ class Lesion:
                 sums[number] += h.sum((0, 1), dtype=torch.float64).cpu()
                 counts[number] += h.shape[0] * h.shape[1]
         means = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
-        return [torch.stack([means[n] for n in numbers]) for numbers in self.views_of]
+        return [torch.stack([means[n] for n in numbers]) for numbers in self.plan.views_of]
 
     def scores(
         self,
@@ -127,9 +126,11 @@ class Lesion:
         all_logit_examples: int | None,
     ) -> dict[str, list[Tensor]]:
         """Utility -> for each group ``(size,)`` the mean score over the examples; NaN where a unit is never read."""
-        fixed = _Fixed(self.plan, self.model, references)
         tensors = NamedTensors(self.model, self.plan.shapes)
-        tallies = {u.name: Tally(self.plan, tensors, u, fixed, self.positions, self.generator, None) for u in utilities}
+        units = self._known(references, tensors)
+        # With a decay of 1 the references stay what they are.
+        scorings = {u.name: Scoring(self.plan, u, self.positions, 1.0, self.generator) for u in utilities}
+        sums = dict.fromkeys(scorings, NOTHING)
         cheap = [u for u in utilities if u.gradient != "all"]
         costly = [u for u in utilities if u.gradient == "all"]
         for some, limit in ((cheap, None), (costly, all_logit_examples)):
@@ -137,10 +138,16 @@ class Lesion:
                 logits, one = self.watch(call)
                 for kind in dict.fromkeys(u.gradient for u in some):
                     for gradients in self._gradients(kind, logits, target, one, loss, class_dim, examples / data.size):
-                        for utility in some:
-                            if utility.gradient == kind:
-                                tallies[utility.name].add([one], [gradients], examples)
-        return {name: self._by_group(tally, fixed) for name, tally in tallies.items()}
+                        for name in [utility.name for utility in some if utility.gradient == kind]:
+                            sums[name] = scorings[name].add(units, sums[name], tensors, [one], [gradients], examples)
+        return {name: self._by_group(scoring, sums[name]) for name, scoring in scorings.items()}
+
+    def _known(self, references: Sequence[Tensor], tensors: NamedTensors) -> UnitState:
+        """Units whose references are known."""
+        device = tensors[self.plan.groups[0].producers[0].weight].device
+        units = UnitState.new(self.plan, device, state_dtype(tensors))
+        known = torch.cat([values.flatten() for values in references]).to(units.mean)
+        return units._replace(mean=known, mean_weight=torch.ones_like(known))
 
     def _gradients(
         self,
@@ -164,11 +171,11 @@ class Lesion:
             direction = direction_of(kind, logits, target, None, signs, class_dim)
             yield from _pulled_back(direction, one)
 
-    def _by_group(self, tally: Tally, fixed: Statistics) -> list[Tensor]:
-        scores, seen = tally.scores()
+    def _by_group(self, scoring: Scoring, sums: Sums) -> list[Tensor]:
+        scores, seen = scoring.mean_scores(sums)
         if seen is not None:
             scores = scores.where(seen, math.nan)
-        return [scores[where].double().cpu() for where in fixed.unit_slices]
+        return [scores[where].double().cpu() for where in self.plan.unit_slices]
 
     # --- clamps -------------------------------------------------------------------------------------------------------
 
@@ -255,7 +262,7 @@ class Lesion:
     def _elements_behind(self, group: int) -> int:
         """The size per example of the largest view that is read when the group's first one is, or later."""
         order = list(self.elements)
-        first = min((order.index(n) for n in self.views_of[group] if n in self.elements), default=0)
+        first = min((order.index(n) for n in self.plan.views_of[group] if n in self.elements), default=0)
         return max([self.elements[n] for n in order[first:]], default=1)
 
     def _warn(self, group: Group, why: str) -> None:
@@ -302,19 +309,6 @@ def _pulled_back(direction: Direction, one: Pass) -> Iterator[Gradients]:
             if gradients:
                 found[number] = sum_of(gradients)
         yield {0: found}
-
-
-class _Fixed(Statistics):
-    """References that are known, in place of running ones."""
-
-    def __init__(self, plan: UnitPlan, model: nn.Module, references: Sequence[Tensor]) -> None:
-        tensors = NamedTensors(model, plan.shapes)
-        device = tensors[plan.groups[0].producers[0].weight].device
-        super().__init__(plan, 0.0, device, state_dtype(tensors))
-        self.known = torch.cat([values.flatten() for values in references]).to(self.mean)
-
-    def references_with(self, mean: Tensor, seen: Tensor | None) -> Tensor:
-        return self.known
 
 
 def _rounding(outputs: Tensor) -> float:

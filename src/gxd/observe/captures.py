@@ -1,8 +1,8 @@
-"""Room one: see the units in the user's own forward pass. Nothing is wrapped, averaged or ranked here.
+"""What the forward passes between two optimizer steps have shown, and the gradients by it.
 
-A *tap* on each consumer replaces the consumer's input by an alias and keeps the alias. Its gradient is the partial
+A hook on each consumer replaces the consumer's input by an alias and keeps the alias. Its gradient is the partial
 derivative through that consumer alone; the gradients that reach the parameters, and the order they are summed in, are
-those of training without taps.
+those of training without hooks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gxd.errors import ObservationError, ObservationWarning
+from gxd.observe.consumers import Site, register, replace_heads, replace_input, sites_of
 from gxd.observe.direction import Direction
 from gxd.observe.hooks import Begin, End, Hook, Unseen
-from gxd.plan.units import UnitPlan, View
+from gxd.observe.reading import sum_of
+from gxd.plan.units import UnitPlan
 
+_NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
 
 
@@ -95,25 +98,15 @@ class Observer:
             model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),
             model.register_forward_hook(End(self, model)),
         ]
-        sites: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-        views = [view for group in plan.groups for view in group.views]
-        self.folded = any(view.fold != "none" for view in views)  # examples and positions share an axis
+        self.folded = any(view.fold != "none" for view in plan.views)  # examples and positions share an axis
         self.batch_dim = plan.batch_dim
         several = [len(group.views) > 1 for group in plan.groups for _ in group.views]
-        for number, view in enumerate(views):
-            for consumer in view.consumers:
-                numbers = sites.setdefault((consumer.site, consumer.ports), [])
-                if number not in numbers:
-                    numbers.append(number)
-        for (site, ports), numbers in sites.items():
-            module = model.get_submodule(site)
-            if "heads" in ports:
-                self.handles.append(module.register_forward_hook(HeadsTap(self, module, tuple(numbers))))
-            else:
-                # The gradient by a tensor that feeds one view alone is the partial derivative already.
-                nested = any(several[number] for number in numbers)
-                tap = Tap(self, module, tuple(numbers), ports, nested)
-                self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
+        for site in sites_of(plan.views):
+            module = model.get_submodule(site.module)
+            # The gradient by a tensor that feeds one view alone is the partial derivative already.
+            nested = any(several[number] for number in site.views)
+            kind = Heads if site.inside_attention else Input
+            self.handles.append(register(model, site, kind(self, module, site, nested)))
 
     def warn_of(self, names: Sequence[str], model: nn.Module) -> None:
         """Warn when one of these modules, which the trace did not see, runs in training."""
@@ -232,27 +225,27 @@ class Observer:
         self.clear()
 
 
-class Tap(Hook):
+class Input(Hook):
     """A consumer is called: it reads an alias of its input from now on, and the alias is kept."""
 
     def __init__(
         self,
         observer: Observer | None = None,
         module: nn.Module | None = None,
-        numbers: tuple[int, ...] = (),
-        ports: tuple[str, ...] = ("input",),
+        site: Site = _NOWHERE,
         nested: bool = True,
     ) -> None:
         super().__init__(observer, module)
-        self.numbers, self.ports, self.nested = numbers, ports, nested
+        self.site, self.nested = site, nested
+        self.plain = site.ports == ("input",)
 
     def act(self, observer: Observer, *call: Any) -> Any:
         args, kwargs = call
-        if len(args) == 1 and not kwargs and self.ports == ("input",):  # as most layers are called
+        if self.plain and len(args) == 1 and not kwargs:  # as most layers are called
             source = args[0]
             alias = self.alias(observer, source)
             return None if alias is source else ((alias,), kwargs)
-        return replace_arguments(self.ports, args, kwargs, lambda source: self.alias(observer, source))
+        return replace_input(self.site.ports, args, kwargs, lambda source: self.alias(observer, source))
 
     def alias(self, observer: Observer, source: Tensor) -> Tensor:
         # A detached input has no gradient of its own; a leaf in its place gives us one and changes nothing else.
@@ -260,23 +253,20 @@ class Tap(Hook):
             alias = source.view_as(source) if self.nested else source
         else:
             alias = source.detach().requires_grad_()
-        observer.capture(self.numbers, source, alias)
+        observer.capture(self.site.views, source, alias)
         return alias
 
 
-class HeadsTap(Hook):
-    """``nn.MultiheadAttention`` uses the weight of ``out_proj`` without calling it: read its input off the graph."""
+class Heads(Input):
+    """The same inside ``nn.MultiheadAttention``, whose output projection is not called."""
 
-    def __init__(
-        self, observer: Observer | None = None, module: nn.Module | None = None, numbers: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(observer, module)
-        self.numbers = numbers
-
-    def act(self, observer: Observer, *call: Any) -> None:
+    def act(self, observer: Observer, *call: Any) -> Any:
         _, output = call
-        source = attention_output(output[0])
-        observer.capture(self.numbers, source, source)
+        return replace_heads(self.module, output, lambda source: self.alias(observer, source))  # type: ignore[arg-type]
+
+    def alias(self, observer: Observer, source: Tensor) -> Tensor:
+        observer.capture(self.site.views, source, source)
+        return source
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) -> int | None:
@@ -285,93 +275,3 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: int) ->
         if isinstance(leaf, Tensor) and leaf.dim() > batch_dim:
             return leaf.shape[batch_dim]
     return None
-
-
-_POSITION = {"query": 0, "key": 1, "value": 2}
-
-
-def replace_arguments(
-    ports: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module call with the given ones replaced; a tensor passed twice stays one tensor."""
-    done: dict[int, Tensor] = {}
-    arguments: dict[int | str, Any] = dict(enumerate(args))
-    arguments.update(kwargs)
-    for port in ports:
-        if port == "input":  # the first tensor, whatever it is called
-            place: int | str = next(key for key, value in arguments.items() if isinstance(value, Tensor))
-        else:
-            place = _POSITION[port] if _POSITION[port] < len(args) else port
-        source = arguments[place]
-        if id(source) not in done:
-            done[id(source)] = function(source)
-        arguments[place] = done[id(source)]
-    return tuple(arguments[n] for n in range(len(args))), {key: arguments[key] for key in kwargs}
-
-
-def attention_output(output: Tensor) -> Tensor:
-    """The input of ``out_proj``, ``(tokens, features)``, of the attention module that returned ``output``."""
-    node = output.grad_fn
-    while node is not None and not node.name().startswith(("AddmmBackward", "MmBackward")):
-        node = node.next_functions[0][0] if node.next_functions else None
-    if node is None:
-        raise ObservationError(
-            "the heads of nn.MultiheadAttention cannot be seen inside a compiled or checkpointed "
-            "region: leave them out with "
-            "exclude='...', or use a module that calls torch.nn.functional.scaled_dot_product_attention "
-            "and then a Linear"
-        )
-    return node._saved_mat1 if node.name().startswith("Addmm") else node._saved_self  # type: ignore[attr-defined]
-
-
-class Reader:
-    """Turns the input of a consumer into ``(examples, positions, units)``."""
-
-    def __init__(self, view: View, positions: str) -> None:
-        self.axis, self.batch_axis, self.fold = view.axis, view.batch_axis, view.fold
-        self.separate = positions == "abs"
-        self.n, self.k = view.columns.shape
-        consecutive, tiled = view.columns.flatten(), view.columns.t().flatten()
-        self.start = int(consecutive.min())
-        straight = torch.arange(self.start, self.start + self.n * self.k)
-        self.consecutive = torch.equal(consecutive, straight)
-        self.index = None if self.consecutive or torch.equal(tiled, straight) else tiled
-        one_each = self.consecutive and self.k == 1 and self.start == 0
-        self.plain = one_each and self.axis == -1 and self.fold == "none" and not self.separate
-
-    def __call__(self, tensor: Tensor, examples: int | None) -> Tensor:
-        if self.plain and tensor.dim() == 2 and tensor.shape[1] == self.n:
-            return tensor.unsqueeze(1)
-        x = tensor.movedim(self.axis, -1) if self.axis != -1 else tensor
-        if self.index is not None:
-            self.index = self.index.to(x.device)
-            x = x.index_select(-1, self.index)
-        elif x.shape[-1] != self.n * self.k:
-            x = x.narrow(-1, self.start, self.n * self.k)
-        if self.k > 1:
-            x = x.unflatten(-1, (self.n, self.k)).mT if self.consecutive else x.unflatten(-1, (self.k, self.n))
-        if x.dim() > 2 or self.k > 1:
-            x = self._examples_first(x, examples)
-        elif x.dim() == 1:  # an unbatched vector
-            x = x.unsqueeze(0)
-        elif self.fold != "none":
-            x = self._examples_first(x, examples)
-        x = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-        return x.flatten(0, 1).unsqueeze(1) if self.separate else x
-
-    def _examples_first(self, x: Tensor, examples: int | None) -> Tensor:
-        axis = min(self.batch_axis, x.dim() - 2)
-        rows = x.shape[axis]
-        if self.fold != "none" and examples and rows % examples == 0:
-            shape = (examples, rows // examples) if self.fold == "major" else (rows // examples, examples)
-            x = x.unflatten(axis, shape)
-            axis += self.fold == "minor"
-        return x.movedim(axis, 0) if axis else x
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of one or more tensors of the same shape."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -227,6 +228,26 @@ class UnitPlan:
         """The number of units of all groups."""
         return sum(group.size for group in self.groups)
 
+    @cached_property
+    def views(self) -> tuple[View, ...]:
+        """The views of all groups, in order. Their numbers count through the whole plan."""
+        return tuple(view for group in self.groups for view in group.views)
+
+    @cached_property
+    def views_of(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the views of each group."""
+        return tuple(tuple(range(s.start, s.stop)) for s in _slices(len(group.views) for group in self.groups))
+
+    @cached_property
+    def unit_slices(self) -> tuple[slice, ...]:
+        """Where the units of each group stand in a flat tensor of all units."""
+        return _slices(group.size for group in self.groups)
+
+    @cached_property
+    def view_slices(self) -> tuple[slice, ...]:
+        """Where the units of each view stand in a flat tensor of all views."""
+        return _slices(group.size for group in self.groups for _ in group.views)
+
     def select(
         self,
         include: str | Sequence[str] | None = None,
@@ -279,6 +300,21 @@ class UnitPlan:
             for norm in group.norms:
                 digest.update(norm.module.encode() + _bytes(norm.entries))
         return digest.hexdigest()
+
+    def inits(self) -> list[list[list[str | float]]]:
+        """The distributions of fresh weights, as plain values."""
+        return [[[p.init.kind, p.init.scale] for p in group.producers] for group in self.groups]
+
+    def with_inits(self, inits: Sequence[Sequence[Sequence[str | float]]]) -> UnitPlan:
+        """The plan with distributions that were found when the model was new."""
+        groups = []
+        for group, saved in zip(self.groups, inits, strict=True):
+            producers = tuple(
+                p if p.init.function is not None else replace(p, init=Init(str(kind), float(scale)))
+                for p, (kind, scale) in zip(group.producers, saved, strict=True)
+            )
+            groups.append(replace(group, producers=producers))
+        return replace(self, groups=tuple(groups))
 
     def validate(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise :class:`PlanError` unless the model has all tensors the plan names, in the shapes it was made for."""
@@ -366,6 +402,11 @@ def _matches(names: Sequence[str], patterns: str | Sequence[str], argument: str)
             raise PlanError(f"{argument}={pattern!r} matches no group; the groups are {', '.join(names) or 'none'}")
         found.update(hits)
     return found
+
+
+def _slices(sizes: Iterable[int]) -> tuple[slice, ...]:
+    ends = [0, *accumulate(sizes)]
+    return tuple(slice(start, stop) for start, stop in pairwise(ends))
 
 
 def _bytes(index: Tensor) -> bytes:

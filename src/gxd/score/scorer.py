@@ -1,36 +1,40 @@
-"""From the forward passes of one step to a score for every unit: observe, score, average, in that order.
-
-``ContinualBackprop`` has one, fed by the user's training loop; a compiled step has one while it is traced.
-"""
+"""From the forward passes of one step to the state of the units after it: observe, score, average, in that order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gxd.errors import ObservationError
-from gxd.guards import NO_PASS, OBSERVED, nothing_seen
+from gxd.notices import Notices
 from gxd.observe.captures import Gradients, Observer, Pass
 from gxd.observe.direction import Direction
 from gxd.plan.units import UnitPlan
-from gxd.score.statistics import Statistics
-from gxd.score.tally import Tally
+from gxd.processes import Processes
+from gxd.score.scoring import NOTHING, Scoring, Sums
+from gxd.score.state import UnitState
 from gxd.score.utilities import Utility
+
+OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
+NO_PASS = (
+    "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
+    "gradients enabled, after this "
+    "ContinualBackprop was made; and once per forward pass: this one may have been observed already. "
+    "A compiled model that ran before must be recompiled (torch.compiler.reset())"
+)
 
 
 class Scorer:
-    """Hooks a model, and brings the statistics of its units up to date once per step.
+    """Collects what one step shows of the units of a model.
 
     Attributes:
-        unreached: the groups that ran in the last step, but that the output (or the loss) does not depend on.
-
-    Args:
-        unscale: the factor that undoes a scale of the loss.
-        begin: called when a forward pass begins.
-        reduce: sums a tensor over the processes that train together.
+        units: what is known of them so far; the owner keeps it up to date.
+        sums: what the passes since the last step have shown.
     """
 
     def __init__(
@@ -39,27 +43,32 @@ class Scorer:
         plan: UnitPlan,
         tensors: Mapping[str, Tensor],
         utility: Utility,
-        statistics: Statistics,
         positions: str,
+        decay: float,
+        units: UnitState,
         noise: torch.Generator,
         *,
-        unscale: Callable[[], float] = lambda: 1.0,
-        begin: Callable[[], None] = lambda: None,
-        reduce: Callable[[Tensor], Tensor] | None = None,
+        processes: Processes,
+        notices: Notices,
+        scaler: Any = None,
     ) -> None:
-        self.utility, self.statistics = utility, statistics
-        self._unscale, self._begin = unscale, begin
-        self.unreached: list[int] = []
-        self._place = (tensors, plan.groups[0].producers[0].weight)
-        self.tally = Tally(plan, tensors, utility, statistics, positions, noise, reduce)
+        self.plan, self.tensors, self.utility, self.units = plan, tensors, utility, units
+        self.noise, self.processes, self.notices, self.scaler = noise, processes, notices, scaler
+        self.scoring = Scoring(plan, utility, positions, decay, noise, processes)
+        self.sums: Sums = NOTHING
         self.observer = Observer(model, plan, utility.gradient == "loss", self._pass_begins)
+        self.observer.warn_of(plan.unseen, model)
+        self._scale: float | None = None  # of the loss, when this step's first pass began
 
     def observe(self, direction: Direction) -> None:
         """Score the passes behind an output by its gradients in each direction."""
-        self.follow_device()
+        self.sums = self.scored(self.units, self.sums, self.tensors, direction)
+
+    def scored(self, units: UnitState, sums: Sums, tensors: Mapping[str, Tensor], direction: Direction) -> Sums:
+        """The sums with the passes behind an output, which are used up."""
         passes = [one for one in self.observer.passes if one]
         if not passes:
-            raise ObservationError(NO_PASS if self.tally.empty else OBSERVED)
+            raise ObservationError(NO_PASS if sums.empty else OBSERVED)
         # Several directions at once, where that takes little memory: values without positions.
         stacked = direction.several and all(c.source.dim() == 2 for one in passes for c in one.values())
         gradients = self.observer.gradients(direction, passes, stacked)
@@ -71,10 +80,10 @@ class Scorer:
                 "observe() got an output that depends on no unit of the plan: it is of another model, of an evaluation "
                 "pass (call model.train()), or of a forward pass that was already observed (once each)"
             )
+        found = chain([first], gradients)
         if len(passes) == 1 and passes[0].whole:  # as in most training loops
             self.observer.passes = [one for one in self.observer.passes if one is not passes[0]]
-            self.tally.add(passes, chain([first], gradients), direction.examples, stacked)
-            return
+            return self.scoring.add(units, sums, tensors, passes, found, direction.examples, stacked)
         # What belongs to the output: whole passes of the model, and of loose calls of its parts those it depends on.
         whole = [number for number in first if passes[number].whole]
         loose = Pass()
@@ -89,14 +98,17 @@ class Scorer:
             return dict(enumerate([*parts, {v: g for n, p in found.items() if n not in whole for v, g in p.items()}]))
 
         behind = [*(passes[number] for number in whole), *([loose] if loose else [])]
-        self.tally.add(behind, map(arranged, chain([first], gradients)), direction.examples, stacked)
+        return self.scoring.add(units, sums, tensors, behind, map(arranged, found), direction.examples, stacked)
 
     def use_passes(self) -> None:
         """Score the passes that have all they need: at once for local utilities, after the backward pass for
         ``loss``.
         """
-        if self.utility.needs_observe:
-            return
+        if not self.utility.needs_observe and self.observer.passes:
+            self.sums = self.used(self.units, self.sums, self.tensors)
+
+    def used(self, units: UnitState, sums: Sums, tensors: Mapping[str, Tensor]) -> Sums:
+        """The sums with the passes that have all they need, which are used up."""
         ready: list[Pass] = []
         waiting: list[Pass] = []
         gradients: dict[int, dict[int, Tensor]] = {}
@@ -105,43 +117,117 @@ class Scorer:
             if self.utility.gradient == "loss" and all(g is None for g in found.values()):
                 waiting.append(one)
             else:
-                unscale = self._unscale() if found else 1.0
+                unscale = 1.0 / float(self.scaler.get_scale()) if found and self.scaler is not None else 1.0
                 gradients[len(ready)] = {
                     view: g if unscale == 1.0 else g * unscale for view, g in found.items() if g is not None
                 }
                 ready.append(one)
         self.observer.passes = waiting
-        if ready:
-            self.follow_device()
-            self.tally.add(ready, [gradients], None)
+        return self.scoring.add(units, sums, tensors, ready, [gradients], None) if ready else sums
 
-    def finish(self) -> None:
-        """The optimizer has stepped: take what was seen into the statistics."""
+    def finish(self) -> UnitState | str:
+        """The optimizer has stepped: the state of the units with what was seen taken in, or why there is none."""
         self.observer.drop_unfinished()
         seen = any(self.observer.passes)
         self.use_passes()
         waiting = any(self.observer.passes)
-        self.observer.clear()
-        if self.tally.empty:
-            raise ObservationError(nothing_seen(self.utility, seen, waiting))
-        self.statistics.update(*self.tally.scores())
-        self.unreached = self.tally.unreached()
-        self.tally.clear()
+        sums = self.sums
+        self.forget()
+        if sums.empty:
+            return _nothing_seen(self.utility, seen, waiting)
+        units = self.scoring.close(self.units, sums, wait=self.units.birth.device.type == "cpu")
+        self.warn_of_unreached(self.scoring.unreached(sums), units)
+        return units
 
     def forget(self) -> None:
         """Drop what this step has shown so far."""
-        self.tally.clear()
+        self.sums = NOTHING
         self.observer.clear()
+        self._scale, self.notices.passes = None, 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this context, passes are captured by themselves: for a trace of the step."""
+        observer = self.observer
+        before = (observer.passes, observer.active, observer.running, observer.over)
+        observer.passes, observer.active, observer.running, observer.over = [], True, False, False
+        on_pass, observer.on_pass = observer.on_pass, lambda: None
+        try:
+            yield
+        finally:
+            observer.passes, observer.active, observer.running, observer.over = before
+            observer.on_pass = on_pass
+
+    def warn_of_unreached(self, numbers: list[int], units: UnitState) -> None:
+        """Say, once, which groups ran but cannot be scored."""
+        new = [n for n in numbers if not self.notices.have_named(self.plan.groups[n].name)]
+        if self.processes.several:  # another one may have shown them
+            new = [n for n in new if not self.was_shown(n, units)]
+        if new:
+            self.notices.of_unreached([self.plan.groups[n].name for n in new])
+
+    def was_shown(self, group: int, units: UnitState) -> bool:
+        """Whether the last update has seen a group."""
+        return units.seen is None or bool(units.seen[self.plan.unit_slices[group]].any())
 
     def _pass_begins(self) -> None:
-        self._begin()
-        if self.observer.active:
-            self.use_passes()
+        if not self.utility.needs_observe:
+            self.notices.count_pass()
+        if not self.observer.active:
+            return
+        if self.scaler is not None:  # to read the scale takes a host round trip
+            scale = float(self.scaler.get_scale())
+            if self._scale is not None and scale != self._scale:  # so the step of this step's first pass was skipped
+                self.sums, self.observer.passes, self.notices.passes = NOTHING, [], 0
+            self._scale = scale
+        self.use_passes()
 
-    def follow_device(self) -> None:
-        """Move the statistics to where the model is."""
-        tensors, name = self._place
-        device = tensors[name].device
-        if device != self.statistics.device:
-            self.statistics.to(device)
-            self.tally.to(device)
+    def state_dict(self) -> dict[str, Any]:
+        """What the passes since the last step have shown."""
+        self.use_passes()
+        sums = self.sums if self.sums.empty else self.scoring.counted(self.sums)
+        return {
+            "mean": None if sums.mean is None else sums.mean.clone(),
+            "score": None if sums.score is None else sums.score.clone(),
+            "mean_count": list(sums.mean_count),
+            "score_count": list(sums.score_count),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.forget()
+        if state["mean"] is not None:
+            mean, score = state["mean"].to(self.units.mean, copy=True), state["score"].to(self.units.utility, copy=True)
+            self.sums = Sums(mean, score, tuple(state["mean_count"]), tuple(state["score_count"]))
+
+    def to(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
+        if not self.sums.empty:
+            sums = self.scoring.counted(self.sums)
+            self.sums = sums._replace(mean=move(sums.mean), score=move(sums.score))
+
+
+def _nothing_seen(utility: Utility, seen: bool, waiting: bool) -> str:
+    """Why a step cannot be scored."""
+    if utility.needs_observe:
+        return (
+            f"optimizer.step() without observe(): the utility {utility.name!r} needs "
+            "cbp.observe(logits, target) between the "
+            "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
+        )
+    if waiting:
+        return (
+            "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. "
+            "The parameters were updated, no unit was scored or reset"
+        )
+    if seen:
+        return (
+            "optimizer.step() after a forward pass of an empty batch: no example, no score. Skip such steps. The "
+            "parameters were updated, no unit was scored or reset"
+        )
+    return (
+        "optimizer.step() without a training forward pass since the last step: call model.train(), "
+        "and call the model this "
+        "ContinualBackprop was made for. The parameters were updated, no unit was scored or reset"
+    )

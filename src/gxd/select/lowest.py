@@ -1,67 +1,140 @@
-"""Room three: which units go. Eligibility, fractional budgets, the lowest k."""
+"""The units of lowest utility, at a rate: eligibility, fractional budgets, the lowest k."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gxd import arguments
+from gxd.plan.units import UnitPlan
+from gxd.score.state import UnitState
+from gxd.select.age import AgeMeans, expected, with_units
+from gxd.select.base import Selection, Selector
+from gxd.select.settings import PerGroup
 
-class Schedule:
-    """When a group is due, and for how many units: ``c <- c + rate * eligible``, ``k = floor(c)``, ``c <- c - k``.
+RANKINGS = ("absolute", "age")
+_EVERY = 10  # steps between two looks at what units of each age are worth
 
-    How many units are eligible (older than ``maturity``) follows from how many were reset when. It is counted here,
-    on the host, so that the device need not be asked on steps without a reset.
+
+@dataclass(frozen=True)
+class Cohorts:
+    """How many units of each group are eligible, counted on the host so that the device need not be asked on steps
+    without a reset. It follows from the births of the units, and is not saved.
+
+    Attributes:
+        eligible: how many units are older than the maturity, by group.
+        young: the others as ``(birth, how many)``, oldest first, by group.
+        maturities: that this was counted with.
     """
 
-    def __init__(self, size: int, rate: float, maturity: int) -> None:
-        self.rate, self.maturity = rate, maturity
-        self.eligible = 0
-        self.young: deque[tuple[int, int]] = deque([(0, size)])  # (birth, how many)
-        self.budget = 0.0
-        self._last: tuple[int, int, float, list[tuple[int, int]], bool] | None = None
+    eligible: tuple[int, ...]
+    young: tuple[tuple[tuple[int, int], ...], ...]
+    maturities: tuple[int, ...]
 
-    def advance(self, step: int) -> int:
-        """One optimizer step has been taken, the ``step``-th. Returns how many units are to be reset now."""
-        before = (step, self.eligible, self.budget)
-        matured = []
-        while self.young and step - self.young[0][0] > self.maturity:
-            matured.append(self.young.popleft())
-            self.eligible += matured[-1][1]
-        self.budget += self.rate * self.eligible
-        due = min(math.floor(self.budget), self.eligible)
-        if due:
-            self.budget -= due
-            self.eligible -= due
-            self.young.append((step, due))
-        self._last = (*before, matured, due > 0)
-        return due
+    @cached_property
+    def matures(self) -> float:
+        """The last step at which none of the young is eligible."""
+        first = [young[0][0] + m for young, m in zip(self.young, self.maturities, strict=True) if young]
+        return min(first, default=math.inf)
 
-    def cancel(self, due: int) -> None:
-        """Take back the last answer: no unit was reset."""
-        self.eligible += due
-        self.young.pop()
-        if self._last is not None:
-            self._last = (*self._last[:4], False)
 
-    def undo(self, step: int) -> None:
-        """As if the step had not been taken, whatever the answer was."""
-        if self._last is not None and self._last[0] == step:
-            _, self.eligible, self.budget, matured, answered = self._last
-            if answered:
-                self.young.pop()
-            self.young.extendleft(reversed(matured))
-            self._last = None
+class Budgets(NamedTuple):
+    """The state of :class:`LowestRate`.
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"eligible": self.eligible, "young": [list(cohort) for cohort in self.young], "budget": self.budget}
+    Attributes:
+        budget: by group, how many units may go; a fraction is carried over.
+        ages: what units of each age are worth, if they are ranked by age.
+    """
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.eligible, self.budget = int(state["eligible"]), float(state["budget"])
-        self.young = deque((int(birth), int(count)) for birth, count in state["young"])
+    budget: tuple[float, ...]
+    ages: AgeMeans | None = None
+    cohorts: Cohorts | None = None
+
+
+class LowestRate(Selector):
+    """Continual Backpropagation's rule: ``c <- c + rate * eligible``, ``k = floor(c)``, ``c <- c - k``, and the k
+    eligible units of lowest utility go.
+
+    Args:
+        rate: the share of the eligible units of each group that is reset per step.
+        maturity: a unit is eligible when more than this many steps old.
+        score_every: score only every so many steps.
+        ranking: ``absolute``: by the utility, as in the paper. ``age``: by ``u / E[u | age] ** exponent``, among its
+            peers: newborn units, whose outgoing weights are still near zero, are cheap only because they are new.
+        exponent: of the expected utility.
+    """
+
+    def __init__(
+        self,
+        rate: float = 1e-4,
+        maturity: int = 100,
+        score_every: int = 1,
+        ranking: str = "absolute",
+        exponent: float = 0.5,
+    ) -> None:
+        self.rates = PerGroup("replacement_rate", rate, arguments.rate)
+        self.maturities = PerGroup("maturity", maturity, arguments.maturity)
+        self.score_every = arguments.every("score_every", score_every)
+        self.ranking = arguments.choice("ranking", ranking, RANKINGS)
+        self.exponent = arguments.number("exponent", exponent, 0.0, 10.0)
+
+    def init(self, plan: UnitPlan, units: UnitState) -> Budgets:
+        for group in plan.groups:
+            if group.rate is not None:
+                self.rates.own.setdefault(group.name, group.rate)
+        self.rates.names = self.maturities.names = tuple(group.name for group in plan.groups)
+        ages = AgeMeans.new(plan, units) if self.ranking == "age" else None
+        return Budgets((0.0,) * len(plan.groups), ages)
+
+    def observes(self, step: int) -> bool:
+        return (step - 1) % self.score_every == 0
+
+    def advance(self, plan: UnitPlan, units: UnitState, state: Budgets) -> tuple[Budgets, bool]:
+        step, cohorts, rates = units.step, state.cohorts, self.rates.values
+        if cohorts is None or cohorts.maturities != self.maturities.values:
+            cohorts = _counted(plan, units, self.maturities.values)
+        elif step > cohorts.matures:
+            cohorts = _matured(cohorts, step)
+        budget = tuple([b + r * n for b, r, n in zip(state.budget, rates, cohorts.eligible, strict=True)])
+        due = max(budget) >= 1 and any(min(int(b), n) for b, n in zip(budget, cohorts.eligible, strict=True))
+        ages = state.ages
+        if ages is not None and (due or step % _EVERY == 0):
+            ages = with_units(ages, plan, units)
+        return Budgets(budget, ages, cohorts), due
+
+    def select(
+        self, plan: UnitPlan, units: UnitState, state: Budgets, allowed: Callable[[int], bool]
+    ) -> tuple[Selection, Budgets]:
+        assert state.cohorts is not None
+        budget, eligible, young = list(state.budget), list(state.cohorts.eligible), list(state.cohorts.young)
+        utility = units.utility / units.utility_weight  # NaN where nothing was observed
+        if state.ages is not None:
+            worth = expected(state.ages, plan, units).pow_(self.exponent)
+            utility = torch.where(worth > 0, utility / worth, utility)
+        chosen: Selection = {}
+        for number, where in enumerate(plan.unit_slices):
+            count = min(math.floor(budget[number]), eligible[number])
+            budget[number] -= count
+            if count and allowed(number):
+                mature = units.birth[where] < units.step - self.maturities.values[number]
+                chosen[number] = lowest(utility[where], mature, count)
+                eligible[number] -= count
+                young[number] = (*young[number], (units.step, count))
+        cohorts = Cohorts(tuple(eligible), tuple(young), state.cohorts.maturities)
+        return chosen, Budgets(tuple(budget), state.ages, cohorts)
+
+    def recounted(self, state: Budgets) -> Budgets:
+        return state._replace(cohorts=None)
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.rates.values)
 
 
 def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
@@ -78,3 +151,23 @@ def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
     if count == 1:
         return utility.argmin(0, keepdim=True)
     return utility.argsort(stable=True)[:count].sort().values
+
+
+def _counted(plan: UnitPlan, units: UnitState, maturities: tuple[int, ...]) -> Cohorts:
+    eligible, young = [], []
+    birth = units.birth.cpu()
+    for where, maturity in zip(plan.unit_slices, maturities, strict=True):
+        births, counts = birth[where].unique(return_counts=True)
+        cohorts = list(zip(births.tolist(), counts.tolist(), strict=True))
+        young.append(tuple((b, n) for b, n in cohorts if units.step - b <= maturity))
+        eligible.append(sum(n for b, n in cohorts if units.step - b > maturity))
+    return Cohorts(tuple(eligible), tuple(young), maturities)
+
+
+def _matured(cohorts: Cohorts, step: int) -> Cohorts:
+    eligible, young = list(cohorts.eligible), list(cohorts.young)
+    for number, maturity in enumerate(cohorts.maturities):
+        while young[number] and step - young[number][0][0] > maturity:
+            eligible[number] += young[number][0][1]
+            young[number] = young[number][1:]
+    return Cohorts(tuple(eligible), tuple(young), cohorts.maturities)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gxd.cost.clamp import blurred, clamped
-from gxd.observe.captures import Reader
+from gxd.observe.clamp import blurred, clamped
+from gxd.observe.reading import Reader
 from gxd.plan.find import call_arguments
 from gxd.plan.layouts import NamedTensors
 from gxd.plan.units import Group

@@ -1,0 +1,569 @@
+"""Hang plasticity methods on a model and its optimizer: hooks, checkpoints, and one batch after the other."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gxd import arguments
+from gxd.checkpoint import loaded, mapped, saved
+from gxd.checks import check_plan
+from gxd.errors import ObservationError, ObservationWarning, PlanError
+from gxd.methods.base import Host, Method
+from gxd.methods.unit_reset import UnitResets
+from gxd.notices import Notices
+from gxd.observe.direction import direction_of, random_signs
+from gxd.plan.find import find_units
+from gxd.plan.layouts import NamedTensors, unwrap
+from gxd.plan.units import UnitPlan
+from gxd.processes import Processes
+from gxd.score.scorer import Scorer
+from gxd.score.state import UnitState
+from gxd.steps import after_steps, before_steps, is_nested, stepping, was_skipped
+
+STATE_VERSION = 3
+ON_UNOBSERVED = ("raise", "warn", "skip")
+CLOSED = "observe() after close(): this ContinualBackprop is detached; make a new one"
+NO_COPY = (
+    "a ContinualBackprop is hooked to its model and its optimizer, so it cannot be pickled, nor copied by copy.copy(): "
+    "save its state_dict() and load that into a new one, or copy.deepcopy((model, optimizer, cbp)) all three at once"
+)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *methods: Method,
+    plan: UnitPlan | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | None = None,
+    scaler: Any = None,
+    seed: int = 0,
+    process_group: Any = None,
+    on_unobserved: str = "raise",
+) -> Attachment:
+    """Let methods act around every ``optimizer.step()``, in the order they are given.
+
+    The model is not wrapped, and its ``state_dict`` gains no key.
+
+    Args:
+        model: any module; methods that reset units need one that a plan can be made from.
+        optimizer: the optimizer that trains it, or several (Muon for matrices, AdamW for the rest) in the order they
+            step in; methods act after the step of the last.
+        methods: from :func:`gxd.method`, or your own.
+        plan: from :func:`gxd.find_units`, for methods that need units; or give ``example_inputs``.
+        example_inputs: as for :func:`gxd.find_units`.
+        scaler: the ``GradScaler``, if there is one: a change of its scale tells that a step was skipped, so that the
+            skipped batch is forgotten, and ``loss_gradient`` needs it to undo the scale.
+        seed: of the fresh weights and of random directions. The global random state is never used.
+        process_group: of the processes that train together. Default: the default group if ``torch.distributed`` is
+            initialised; False: none.
+        on_unobserved: what becomes of a step that a method needs to observe, and that showed it nothing: ``raise``;
+            ``warn`` once, and ``skip``, go on as on a step that is not scored.
+
+    Example::
+
+        redo, l2_init = gxd.method("redo", threshold=0.1), gxd.method("l2_init", strength=1e-3)
+        attached = gxd.attach(model, optimizer, redo, l2_init, example_inputs=x[:2])
+        for x, y in stream:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+    """
+    return Attachment(
+        model,
+        optimizer,
+        methods,
+        plan=plan,
+        example_inputs=example_inputs,
+        scaler=scaler,
+        seed=seed,
+        process_group=process_group,
+        on_unobserved=on_unobserved,
+    )
+
+
+@dataclass
+class Part:
+    """One attached method: what it sees, what it remembers, and what observes for it."""
+
+    method: Method
+    host: Host
+    state: Any
+    scorer: Scorer | None
+    key: str
+    told: bool = False  # of a step without an observation
+    observed: UnitState | None = None  # what a compiled step has made of the units
+
+    @property
+    def units(self) -> UnitState:
+        units: UnitState = self.state.units
+        return units
+
+
+class Attachment:
+    """What :func:`gxd.attach` returns.
+
+    Attributes:
+        model: the model, unwrapped.
+        optimizer: as it was given.
+        plan: the units of the model; without groups if no method needs them.
+        methods: as they were given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        methods: Sequence[Method],
+        *,
+        plan: UnitPlan | None,
+        example_inputs: Any,
+        scaler: Any,
+        seed: int,
+        process_group: Any,
+        on_unobserved: str,
+    ) -> None:
+        arguments.seed(seed)
+        arguments.module(model)
+        self._optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        for one in self._optimizers:
+            arguments.optimizer(one)
+        if not self._optimizers:
+            raise ValueError("optimizer is an empty list: give the optimizer that trains the model")
+        stepping(self._optimizers[-1])
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        for method in methods:
+            arguments.method(method)
+        self.on_unobserved = arguments.choice("on_unobserved", on_unobserved, ON_UNOBSERVED)
+        self.model, self.optimizer, self.methods, self.scaler = unwrap(model), optimizer, tuple(methods), scaler
+        needed = any(method.needs_units for method in methods)
+        if (plan is not None and example_inputs is not None) or (needed and plan is None and example_inputs is None):
+            raise ValueError(
+                "give either example_inputs (the model is traced) or plan (from gxd.find_units), not both or neither"
+            )
+        if plan is not None:
+            arguments.plan(plan)
+        elif needed:
+            plan = find_units(self.model, example_inputs)
+        if plan is not None and needed:
+            check_plan(plan, self.model, self._optimizers)
+        self.plan = plan if plan is not None else UnitPlan(())
+        processes = Processes(process_group)
+        self._paused = 0
+        self._parts: list[Part] = []
+        tensors = NamedTensors(self.model, self.plan.shapes)
+        if self.plan.groups:
+            self.plan = processes.agreed_inits(self.plan, tensors[self.plan.groups[0].producers[0].weight].device)
+        notices, generator = Notices(None), torch.Generator().manual_seed(seed)
+        self.host = Host(self.model, self.plan, tensors, self._optimizers, processes, generator, notices)
+        try:
+            for number, method in enumerate(methods):
+                self._add(number, method, seed)
+        except BaseException:
+            self._hooks: list[Any] = []
+            self.close()
+            raise
+        self._hooks = self._hooked()
+
+    def _add(self, number: int, method: Method, seed: int) -> None:
+        # Each has generators of its own, so that one more method does not change what another one draws.
+        seed, processes = (seed + 1_000_003 * number) % 2**63, self.host.processes
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.Generator().manual_seed((seed + 1 + 7919 * processes.rank) % 2**63)
+        host = replace(self.host, generator=generator, notices=Notices(method.utility))
+        with torch.no_grad():
+            state = processes.agreed(method.init(host))
+        scorer = None
+        if method.utility is not None:
+            scorer = Scorer(
+                host.model,
+                host.plan,
+                host.tensors,
+                method.utility,
+                method.positions,
+                method.decay,
+                state.units,
+                noise,
+                processes=processes,
+                notices=host.notices,
+                scaler=self.scaler,
+            )
+            scorer.observer.active = method.observes(state)
+        self._parts.append(Part(method, host, state, scorer, f"{number}.{method.name}"))
+
+    # --- what the user calls ------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        logits: Tensor | None = None,
+        target: Tensor | None = None,
+        *,
+        score: Tensor | None = None,
+        class_dim: int | None = None,
+    ) -> None:
+        """Measure the effect of every unit on the output of the forward pass that gave ``logits``.
+
+        Call it after the forward pass and before ``loss.backward()``, once per forward pass. Where no method needs an
+        output gradient it does nothing.
+
+        Groups that the output does not depend on are not shown by the pass: if that is so for a whole step, they are
+        neither scored nor reset, with a warning.
+
+        Args:
+            logits: ``(batch, classes)``, ``(batch, classes, ...)`` or ``(batch, ..., classes)``.
+            target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the
+                logits' shape, in [0, 1]. The single logit of a binary problem, ``(batch, 1)``, may have a target of
+                its shape or of ``(batch,)``: 1 counts the logit up, 0 counts it down, and a probability t counts it
+                ``2 t - 1`` times. Not needed by ``gxd_sketch`` and ``gxd_all_logit``.
+            score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
+                change counts (for regression or RL the prediction, the value, the log-probability; for several labels
+                per example ``(2 * target - 1) * logits``). Its sum is differentiated.
+            class_dim: the axis of the classes, 1 or -1, where the shapes leave it open.
+        """
+        if not self._hooks:
+            raise ObservationError(CLOSED)
+        for part in self._parts:
+            scorer = part.scorer
+            if scorer is None or not scorer.utility.needs_observe:
+                continue
+            scorer.notices.count_pass()
+            if scorer.observer.active:
+                self._follow_device(part)
+                signs = lambda like, noise=scorer.noise: random_signs(like, noise)  # noqa: E731
+                scorer.observe(direction_of(scorer.utility.gradient, logits, target, score, signs, class_dim))
+
+    @torch.no_grad()
+    def boundary(self) -> None:
+        """A task has ended: let methods act that wait for it. Where there is none it does nothing."""
+        for part in self._parts:
+            part.state = part.method.at_boundary(part.host, part.state)
+
+    def discard(self) -> None:
+        """Forget what was observed since the last optimizer step."""
+        for part in self._parts:
+            if part.scorer is not None:
+                part.scorer.forget()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context, forward passes are not observed: those of another loss, as an actor's through its
+        critic.
+        """
+        self._paused += 1
+        self._switch()
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self._switch()
+
+    def utilities(self, method: str | None = None) -> dict[str, Tensor]:
+        """Group name -> ``(size,)`` bias-corrected running utility. ``method``: whose, if several score units."""
+        return self._by_group(self._unit_part(method).units.utilities())
+
+    def ages(self, method: str | None = None) -> dict[str, Tensor]:
+        """Group name -> ``(size,)`` optimizer steps since each unit was reset."""
+        return self._by_group(self._unit_part(method).units.ages())
+
+    def references(self, method: str | None = None) -> dict[str, Tensor]:
+        """Group name -> ``(size,)`` bias-corrected running mean of h; ``(views, size)`` for units with several
+        views.
+        """
+        flat, slices = self._unit_part(method).units.references(), self.plan.view_slices
+        stacked = [torch.stack([flat[slices[view]] for view in numbers]) for numbers in self.plan.views_of]
+        groups = zip(self.plan.groups, stacked, strict=True)
+        return {group.name: value[0] if len(value) == 1 else value for group, value in groups}
+
+    @property
+    def last_resets(self) -> dict[str, Tensor]:
+        """Group name -> the units that the last step has reset."""
+        found: dict[str, Tensor] = {}
+        for part in self._unit_parts():
+            for name, index in part.state.last.items():
+                found[name] = torch.cat([found[name], index]).unique() if name in found else index
+        return found
+
+    @property
+    def total_resets(self) -> int:
+        """How many units were reset so far."""
+        return sum(part.state.total for part in self._unit_parts())
+
+    @property
+    def nonfinite_observations(self) -> int:
+        """How many observations were left out because they held an infinity or a NaN."""
+        return sum(int(part.units.nonfinite) for part in self._unit_parts())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-exact resume needs, as tensors and plain values (safe to load with ``weights_only=True``).
+
+        What the current step has observed is included, so a checkpoint between micro-batches is exact; a forward pass
+        that was not observed yet is not.
+        """
+        return {
+            "version": STATE_VERSION,
+            "groups": {group.name: group.size for group in self.plan.groups},
+            "fingerprint": self.plan.fingerprint(),
+            "inits": self.plan.inits(),
+            "methods": {part.key: self._saved_part(part) for part in self._parts},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`. Raises :class:`gxd.PlanError`, and changes nothing, if it is of another
+        model or plan.
+
+        Rates, maturity and the other settings are those of the constructor.
+        """
+        own = self.state_dict()
+        _check_state(state, own)
+        states, sizes = [], (len(self.plan.views), len(self.plan.groups))
+        for part in self._parts:
+            given = state["methods"][part.key]
+            states.append(loaded(given["state"], part.state, f"methods.{part.key}.state"))
+            like = own["methods"][part.key]
+            for name in ("generator", "noise"):
+                loaded(given[name], like[name], f"methods.{part.key}.{name}", like[name] is None)
+            if part.scorer is not None:
+                _check_observed(given["observed"], part.units, *sizes, f"methods.{part.key}.observed")
+        self.plan = self.plan.with_inits(state["inits"])
+        for part, loaded_state in zip(self._parts, states, strict=True):
+            given = state["methods"][part.key]
+            part.state, part.host.plan = loaded_state, self.plan
+            part.host.generator.set_state(given["generator"].cpu())
+            if part.scorer is not None:
+                part.scorer.units = part.units
+                part.scorer.noise.set_state(given["noise"].cpu())
+                part.scorer.load_state_dict(given["observed"])
+                part.host.notices.nonfinite = int(part.units.nonfinite)
+        self._switch()
+
+    def close(self) -> None:
+        """Remove every hook. The model and the optimizer are as if this had never been attached."""
+        for part in self._parts:
+            if part.scorer is not None:
+                part.scorer.observer.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._hooks
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
+        """Copies the model and the optimizer along (or finds their copies in ``memo``), and is attached to these."""
+        for part in self._parts:
+            if part.scorer is not None:
+                part.scorer.use_passes()
+        copied = memo[id(self)] = object.__new__(type(self))
+        state = {name: value for name, value in vars(self).items() if name != "_hooks"}
+        vars(copied).update(copy.deepcopy(state, memo))
+        copied._hooks = copied._hooked() if self._hooks else []  # torch copies an optimizer without its hooks
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(method.name for method in self.methods) or "no method"
+        return f"{type(self).__name__}({names}; {len(self.plan)} groups, {self.plan.size} units)"
+
+    # --- around the optimizer's step ----------------------------------------------------------------------------------
+
+    def _hooked(self) -> list[Any]:
+        hooks = after_steps(self._optimizers[-1], self._after_step)
+        if self.acts_before_steps is not None:
+            hooks += before_steps(self._optimizers[0], self._before_step)
+        return hooks
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if was_skipped(optimizer):
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales the gradients itself
+        for part in self._parts:
+            part.host.grad_scale = float(scale) if scale is not None else 1.0
+            part.state = part.method.before_step(part.host, part.state)
+
+    @torch.compiler.disable  # a compiled optimizer.step stops here
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_nested(optimizer):  # an optimizer whose step calls its parent's: the outer one counts
+            return
+        if was_skipped(optimizer):
+            self.discard()
+        else:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        for part in self._parts:
+            self._advance(part, self._observed(part))
+
+    def _observed(self, part: Part) -> UnitState | None:
+        """The units with this step's observation taken in; None if it is not to be observed."""
+        if part.observed is not None:
+            given, part.observed = part.observed, None
+            return given
+        scorer = part.scorer
+        if scorer is None or not scorer.observer.active:
+            return None
+        self._follow_device(part)
+        units = scorer.finish()
+        if isinstance(units, UnitState):
+            return units
+        if self.on_unobserved == "raise":
+            raise ObservationError(units)
+        if self.on_unobserved == "warn" and not part.told:
+            part.told = True
+            warnings.warn(f"{units}. Such steps are passed over from here on", ObservationWarning, stacklevel=4)
+        return None
+
+    def _advance(self, part: Part, observed: UnitState | None) -> None:
+        """The optimizer has stepped: let a method act. If that fails, the step counts for nothing: its state is what
+        it was before the step was observed.
+        """
+        host, scorer, notices = part.host, part.scorer, part.host.notices
+        notices.passes, host.observed = 0, observed
+        try:
+            state = part.method.after_step(host, part.state)
+        finally:
+            host.observed = None
+        before, part.state = part.state, state
+        if scorer is None:
+            return
+        scorer.units = units = part.units
+        scorer.observer.active = not self._paused and part.method.observes(state)
+        acted = isinstance(state, UnitResets) and bool(state.last)
+        # The count is on the device, and is looked at when the host has to wait anyway.
+        if acted or (units.nonfinite is not before.units.nonfinite and units.birth.device.type == "cpu"):
+            notices.of_nonfinite(int(units.nonfinite))
+        if acted:
+            chosen = [(self.plan[name], index) for name, index in state.last.items()]
+            for other in self._parts:
+                if other is not part:
+                    other.state = other.method.on_reset(other.host, other.state, chosen)
+                    if other.scorer is not None:
+                        other.scorer.units = other.units
+
+    # --- for a compiled step ------------------------------------------------------------------------------------------
+
+    def watched(self) -> list[tuple[Part, Scorer]]:
+        """The methods that observe the coming step."""
+        return [(part, part.scorer) for part in self._parts if part.scorer is not None and part.scorer.observer.active]
+
+    @property
+    def own_hooks(self) -> tuple[Any, ...]:
+        """What may hang on the model and on the optimizer without being foreign."""
+        return (self._after_step, *(part.scorer.observer for part in self._parts if part.scorer is not None))
+
+    @property
+    def acts_before_steps(self) -> str | None:
+        """The first method that does, if there is one."""
+        for method in self.methods:
+            if type(method).before_step is not Method.before_step:
+                return method.name
+        return None
+
+    # --- help ---------------------------------------------------------------------------------------------------------
+
+    def _switch(self) -> None:
+        for part in self._parts:
+            if part.scorer is not None:
+                part.scorer.observer.active = not self._paused and part.method.observes(part.state)
+
+    def _follow_device(self, part: Part) -> None:
+        """Move what is known of the units to where the model is."""
+        device = part.host.device
+        if part.scorer is not None and device != part.units.birth.device:
+            part.state = mapped(part.state, lambda tensor: tensor.to(device))
+            part.scorer.units = part.units
+            part.scorer.to(device)
+
+    def _unit_parts(self) -> list[Part]:
+        return [part for part in self._parts if isinstance(part.state, UnitResets)]
+
+    def _unit_part(self, name: str | None) -> Part:
+        parts = self._unit_parts()
+        found = [part for part in parts if name in (None, part.method.name, part.key)]
+        if len(found) != 1:
+            keys = ", ".join(repr(part.key) for part in parts) or "none"
+            raise KeyError(f"method={name!r} does not name one of the attached methods that score units: {keys}")
+        return found[0]
+
+    def _by_group(self, flat: Tensor) -> dict[str, Tensor]:
+        return {g.name: flat[s].clone() for g, s in zip(self.plan.groups, self.plan.unit_slices, strict=True)}
+
+    def _saved_part(self, part: Part) -> dict[str, Any]:
+        return {
+            "utility": None if part.method.utility is None else part.method.utility.name,
+            "observed": None if part.scorer is None else part.scorer.state_dict(),
+            "generator": part.host.generator.get_state(),
+            "noise": None if part.scorer is None else part.scorer.noise.get_state(),
+            "state": saved(part.state),
+        }
+
+
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise PlanError unless a saved state is whole, and of this plan and these methods."""
+    if not isinstance(state, Mapping):
+        raise PlanError(
+            f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
+        )
+    missing = [key for key in own if key not in state]
+    if missing:
+        raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
+    if state["version"] != STATE_VERSION:
+        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
+    for key in ("methods", "groups"):
+        if not isinstance(state[key], Mapping):
+            raise PlanError(f"the saved state is damaged: {key} is a {type(state[key]).__name__}")
+    if list(state["methods"]) != list(own["methods"]):
+        there, here = ", ".join(map(str, state["methods"])) or "none", ", ".join(own["methods"]) or "none"
+        raise PlanError(f"the saved state is of other methods: {there} there, {here} here")
+    for key, part in own["methods"].items():
+        given = state["methods"][key]
+        absent = [name for name in part if not isinstance(given, Mapping) or name not in given]
+        if absent:
+            raise PlanError(f"the saved state is damaged: methods.{key} lacks {', '.join(absent)}")
+        if given["utility"] != part["utility"]:
+            raise PlanError(
+                f"the saved statistics are of utility {given['utility']!r}, this one uses {part['utility']!r}"
+            )
+    if state["groups"] != own["groups"]:
+        theirs, ours = dict(state["groups"]), dict(own["groups"])
+        differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        raise PlanError(
+            f"the saved state is of another model or plan: group {differing[0]!r} has "
+            f"{theirs.get(differing[0], 'no')} units there and "
+            f"{ours.get(differing[0], 'no')} here"
+        )
+    if state["fingerprint"] != own["fingerprint"]:
+        raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
+    loaded(state["inits"], own["inits"], "inits")
+
+
+def _check_observed(given: Any, units: UnitState, views: int, groups: int, path: str) -> None:
+    """Raise PlanError unless this is what the passes of half a step have shown, or nothing."""
+    if not isinstance(given, Mapping) or any(n not in given for n in ("mean", "score", "mean_count", "score_count")):
+        raise PlanError(f"the saved state is damaged: {path} is not whole")
+    loaded(given["mean"], units.mean, f"{path}.mean", optional=True)
+    loaded(given["score"], units.utility, f"{path}.score", optional=given["mean"] is None)
+    for name, like in (("mean_count", views), ("score_count", groups)):
+        if not isinstance(given[name], (list, tuple)) or len(given[name]) != (0 if given["mean"] is None else like):
+            raise PlanError(f"the saved state is damaged: {path}.{name} has not {like} entries")
