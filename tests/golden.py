@@ -48,54 +48,10 @@ from tests import models
 STEPS, SIZES = 30, (5, 2, 3)  # SIZES: of the micro-batches of one step
 RENAMED = {"positions": "position_reduction", "step_policy": "optimizer_step", "rates": "replacement_rates"}
 
-# --- models and optimizers --------------------------------------------------------------------------------------------
-
 
 def mlp(act: type[nn.Module]) -> nn.Module:
-    layers = OrderedDict(fc1=nn.Linear(6, 16), act1=act(), fc2=nn.Linear(16, 12), act2=act(), head=nn.Linear(12, 4))
-    return nn.Sequential(layers)
-
-
-class Attention(nn.Module):
-    """A transformer block with its attention written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm1, self.norm2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.LayerNorm(8)
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        y = self.norm1(x)
-        q, k, v = (layer(y).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return self.head((x + self.down(F.gelu(self.up(self.norm2(x))))).mean(1))
-
-
-class Branches(nn.Module):
-    """Two branches read the same units through different activations: the units have two views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(6, 16), nn.Linear(16, 7), nn.Linear(16, 9)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.trunk(x)
-        return self.head(torch.cat([self.left(F.relu(h)).tanh(), F.leaky_relu(self.right(h.sigmoid()))], -1))
-
-
-class Tasks(nn.Module):
-    """A head for each of two tasks: no pass shows the units of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(6, 12)
-        self.first, self.second = (nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2))
-
-    def forward(self, x: Tensor, task: int = 0) -> Tensor:
-        return (self.second if task else self.first)(self.trunk(x).relu())
+    layers = {"fc1": nn.Linear(6, 16), "act1": act(), "fc2": nn.Linear(16, 12), "act2": act(), "head": nn.Linear(12, 4)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
@@ -106,10 +62,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
     "layer_norm": models.MODELS["mlp_layer_norm"],
     "resnet": models.MODELS["resnet_coordinates"],
     "conv": models.MODELS["conv"],
-    "attention": (Attention, models.TOKENS, {}),
+    "attention": (models.Attention, models.TOKENS, {}),
     "multihead": models.MODELS["transformer"],
-    "branches": (Branches, models.VECTOR, {}),
-    "tasks": (Tasks, models.VECTOR, {}),  # only among the special cases
+    "branches": (models.TwoViews, models.VECTOR, {}),
+    "tasks": (models.Tasks, models.VECTOR, {}),  # only among the special cases
 }
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, 0.1),
@@ -121,8 +77,6 @@ LOCAL = ["activation", "contribution", "mc_contribution", "mc_adaptable_contribu
 UTILITIES = [*LOCAL, "loss_gradient", "gxi", "gxd", "gxd_all_logit", "gxd_sketch"]
 # One for each diagonal of the table of models and utilities; to compile is slow, so that is one diagonal.
 REGIMES = ["compiled", "two_ranks", *("every_step", "score_every", "accumulation", "resume") * 2]
-
-# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -172,9 +126,6 @@ def table() -> Iterator[Case]:
         yield Case("relu", "gxd", "momentum", "every_step", special)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Call it with each keyword by the name that this version has for it."""
     known = inspect.signature(function).parameters
@@ -183,8 +134,7 @@ def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
 
 def built(case: Case, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    module = MODELS[case.model][0]()
-    return module.double() if case.special == "double" else module
+    return MODELS[case.model][0]().to(torch.double if case.special == "double" else torch.float)
 
 
 def planned(case: Case, seed: int, known: dict[str, gxd.UnitPlan] = {}) -> gxd.UnitPlan:  # noqa: B006 (a cache)
@@ -207,19 +157,14 @@ class Training:
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case, self.module = case, built(case, seed)
         self.model = DistributedDataParallel(self.module) if case.regime == "two_ranks" else self.module
-        parameters, optimizer = list(self.module.parameters()), OPTIMIZERS[case.optimizer]
-        if case.special == "two_optimizers":
-            self.optimizers = [OPTIMIZERS["momentum"](parameters[::2]), optimizer(parameters[1::2])]
-        else:
-            self.optimizers = [optimizer(parameters)]
+        parameters, two = list(self.module.parameters()), case.special == "two_optimizers"
+        self.optimizers = [OPTIMIZERS["momentum"](parameters[::2])] if two else []
+        self.optimizers.append(OPTIMIZERS[case.optimizer](parameters[1::2] if two else parameters))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if case.special == "scaler" else None
-        self.cbp = call(
-            gxd.ContinualBackprop,
-            self.model,
-            self.optimizers if len(self.optimizers) > 1 else self.optimizers[0],
-            **{"replacement_rate": 0.04, "maturity": 4, "score_every": 3 if case.regime == "score_every" else 1}
-            | {"plan": planned(case, seed), "utility": case.utility, "scaler": self.scaler, **case.settings},
-        )
+        settings = {"replacement_rate": 0.04, "maturity": 4, "score_every": 3 if case.regime == "score_every" else 1}
+        settings |= {"utility": case.utility, "scaler": self.scaler, "plan": planned(case, seed), **case.settings}
+        optimizer = self.optimizers if two else self.optimizers[0]
+        self.cbp = call(gxd.ContinualBackprop, self.model, optimizer, **settings)
         torch.manual_seed(2)  # only gxd.reset_units draws from the global generator
         self.compiled = None
         if case.regime == "compiled":
@@ -241,8 +186,7 @@ class Training:
             elif special == "nonfinite":
                 self.cbp.observe(score=logits.sum(1) * (torch.nan if step % 7 == 3 and part == 1 else 1.0))
             else:
-                soft = 0.9 * F.one_hot(y, 4) + 0.025
-                self.cbp.observe(logits, soft if special == "probabilities" else y)
+                self.cbp.observe(logits, 0.9 * F.one_hot(y, 4) + 0.025 if special == "probabilities" else y)
             loss = F.cross_entropy(logits, y, reduction="sum") / sum(SIZES)
         if self.scaler is None:
             loss.backward()
@@ -257,8 +201,7 @@ class Training:
                 return self, self.compiled(x, y)[0].detach()
         half = step == STEPS // 2
         if self.case.special == "reset_units" and step % 5 == 4:
-            units = {"fc2": torch.tensor([step % 4, 7])}
-            gxd.reset_units(self.module, self.cbp.plan, units, optimizer=self.optimizers[0])
+            gxd.reset_units(self.module, self.cbp.plan, {"fc2": [step % 4, 7]}, optimizer=self.optimizers[0])
         now = copy.deepcopy(self) if self.case.special == "deepcopy" and half else self
         sizes = list(SIZES) if self.case.regime in ("accumulation", "resume") else [len(x)]
         losses = []
@@ -296,14 +239,13 @@ class Training:
 
 
 def trajectory(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """What this rank's training on every ``ranks``-th example did."""
+    """What training on every ``ranks``-th example did."""
     training, history = Training(case), []
     draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
-    dtype = next(training.module.parameters()).dtype
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            x = torch.randn(sum(SIZES), *MODELS[case.model][1], generator=draw, dtype=dtype)
+            x = torch.randn(sum(SIZES), *MODELS[case.model][1], generator=draw).to(next(training.module.parameters()))
             y = torch.randint(4, (sum(SIZES),), generator=draw)
             training, loss = training.step(x[rank::ranks], y[rank::ranks], step)
             history.append(copy.deepcopy({"loss": loss, **flat(training.now())}))
@@ -326,7 +268,11 @@ def flat(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
     return leaves
 
 
-# --- record and compare -----------------------------------------------------------------------------------------------
+def on_two_ranks(cases: Sequence[Case]) -> dict[str, Any]:  # one start of two processes: that takes seconds
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_a_rank, args=(cases, folder), nprocs=2)
+        ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(2)]
+    return {case.name: {**ranks[0][case.name], "other_rank": ranks[1][case.name]} for case in cases}
 
 
 def on_a_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
@@ -337,25 +283,19 @@ def on_a_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def record(cases: Sequence[Case], say: Callable[[str], None] = print) -> dict[str, Any]:
+def record(cases: Sequence[Case]) -> dict[str, Any]:
     """The trajectory of each case; one that fails is told of and left out."""
     torch.set_num_threads(1)
     recorded: dict[str, Any] = {}
-    for case in [case for case in cases if case.regime != "two_ranks"]:
+    together = [case for case in cases if case.regime == "two_ranks"]
+    for batch in [*([case] for case in cases if case not in together), *([together] if together else [])]:
         began = time.perf_counter()
         try:
-            recorded[case.name] = trajectory(case)
-            resets = int(recorded[case.name]["trajectory"]["total_resets"][-1])
-            say(f"{time.perf_counter() - began:6.1f} s {resets:4} resets  {case.name}")
+            recorded |= on_two_ranks(batch) if batch is together else {batch[0].name: trajectory(batch[0])}
         except Exception:
-            say(f"FAILED: {case.name}\n{traceback.format_exc()}")
-    together = [case for case in cases if case.regime == "two_ranks"]
-    if together:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(on_a_rank, args=(together, folder), nprocs=2)
-            ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(2)]
-        for case in together:
-            recorded[case.name] = {**ranks[0][case.name], "other_rank": flat(ranks[1][case.name])}
+            print(f"FAILED: {[case.name for case in batch]}\n{traceback.format_exc()}", flush=True)
+        else:
+            print(f"{time.perf_counter() - began:6.1f} s  {', '.join(case.name for case in batch)}", flush=True)
     return recorded
 
 
@@ -363,45 +303,43 @@ def compare(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """Every difference in a line of its own."""
     lines = [f"{name}: only in {'A' if name in left else 'B'}" for name in sorted({*left} ^ {*right})]
     for name in [name for name in left if name in right]:
-        a, b = flat(left[name]), flat(right[name])
-        found = [(-1, f"{name}: {key}: only in {'A' if key in a else 'B'}") for key in sorted({*a} ^ {*b})]
-        for key in [key for key in a if key in b and not same_bits(a[key], b[key])]:
-            found.append(difference(f"{name}: {key}", a[key], b[key], "trajectory/" in key))
+        a, b, found = flat(left[name]), flat(right[name]), []
+        for key in {**a, **b}:
+            what = f"{name}: {key}"
+            if key not in a or key not in b:
+                found.append((-1, f"{what}: only in {'A' if key in a else 'B'}"))
+            elif a[key].dtype != b[key].dtype or a[key].shape != b[key].shape:
+                found.append((-1, f"{what}: {a[key].dtype}{[*a[key].shape]} and {b[key].dtype}{[*b[key].shape]}"))
+            elif not same_bits(a[key], b[key]):
+                largest = (a[key].double() - b[key].double()).abs().max().item()
+                steps = range(len(a[key])) if "trajectory/" in key else ()
+                first = next((step for step in steps if not same_bits(a[key][step], b[key][step])), STEPS)
+                found.append((first, f"{what}: {largest:.3g}, {'at the end' if first == STEPS else f'step {first}'}"))
         lines += [line for _, line in sorted(found, key=lambda one: one[0])]
     return lines
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
-
-def difference(what: str, a: Tensor, b: Tensor, by_step: bool) -> tuple[int, str]:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return -1, f"{what}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-    largest = (a.double() - b.double()).abs().max().item()
-    if not by_step:
-        return STEPS, f"{what}: {largest:.3g}"
-    first = next(step for step in range(len(a)) if not same_bits(a[step], b[step]))
-    return first, f"{what}: {largest:.3g}, step {first}"
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording, comparing = commands.add_parser("record"), commands.add_parser("compare")
-    recording.add_argument("out")
-    recording.add_argument("words", nargs="*")
-    comparing.add_argument("a")
-    comparing.add_argument("b")
+    parser.add_argument("command", choices=["record", "compare"])
+    parser.add_argument("file")
+    parser.add_argument("words", nargs="*", help="parts of names of cases to record, or the other file to compare with")
     options = parser.parse_args()
     if options.command == "record":
         cases = [case for case in table() if not options.words or any(word in case.name for word in options.words)]
+        if not cases:  # two empty recordings would be equal
+            parser.error(f"no case has one of {options.words} in its name")
         print(f"recording {len(cases)} cases of {gxd.__file__}", flush=True)
-        recorded = record(cases, lambda line: print(line, flush=True))
-        torch.save(recorded, options.out)
+        recorded = record(cases)
+        torch.save(recorded, options.file)
         return int(len(recorded) < len(cases))
-    left, right = (torch.load(path, weights_only=True) for path in (options.a, options.b))
+    if len(options.words) != 1:
+        parser.error("compare needs two files")
+    left, right = (torch.load(path, weights_only=True) for path in (options.file, options.words[0]))
     lines = compare(left, right)
     print(*lines, f"{len({*left} | {*right})} cases, {len(lines)} differences", sep="\n")
     return int(bool(lines))

@@ -96,6 +96,48 @@ class Branches(nn.Module):
         return self.head(h) + self.value(h)
 
 
+class Attention(nn.Module):
+    """A transformer block with its attention written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm1, self.norm2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.head((x + self.down(F.gelu(self.up(self.norm2(x))))).mean(1))
+
+
+class TwoViews(nn.Module):
+    """Two branches read the same units through different activations: the units have two views."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(6, 16), nn.Linear(16, 7), nn.Linear(16, 9)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.trunk(x)
+        return self.head(torch.cat([self.left(F.relu(h)).tanh(), F.leaky_relu(self.right(h.sigmoid()))], -1))
+
+
+class Tasks(nn.Module):
+    """A head for each of two tasks: no pass shows the units of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 12)
+        self.first, self.second = (nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x, task=0):
+        return (self.second if task else self.first)(self.trunk(x).relu())
+
+
 VECTOR, TOKENS, IMAGE = (6,), (3, 6), (2, 8, 8)
 MODELS = {
     "mlp": (Mlp, VECTOR, {}),
