@@ -37,7 +37,7 @@ test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging 
 zoo-report: $(ZOO) ## how much of each of these models is covered and why not all, as zoo-coverage.csv
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_zoo --out zoo-coverage.csv
 
-golden: $(STAMP) ## the same training with BASE=<commit> and with this tree, compared bit for bit: about seven minutes
+golden: $(STAMP) ## the same training with BASE=<commit> and with this tree, compared bit for bit: about five minutes
 	@folder=$$(mktemp -d); status=0; record='$(BIN)/python -m tests.golden record'; export OMP_NUM_THREADS=1; \
 	trap 'git worktree remove --force "$$folder/tree"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
 	git worktree add --quiet --detach "$$folder/tree" $(BASE) || exit 1; \

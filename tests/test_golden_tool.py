@@ -68,6 +68,11 @@ def test_a_case_that_fails_is_told_of_and_left_out(capsys: pytest.CaptureFixture
     assert "FAILED: ['relu no such utility sgd every_step']" in capsys.readouterr().out
 
 
+def test_a_renamed_keyword_is_called_by_the_name_that_this_version_has():
+    assert golden.call(lambda positions, seed: (positions, seed), positions="abs", seed=1) == ("abs", 1)
+    assert golden.call(lambda position_reduction: position_reduction, positions="abs") == "abs"
+
+
 def test_every_pair_occurs_among_the_cases():
     cases = list(golden.table())
     assert len({case.name for case in cases}) == len(cases)
