@@ -38,12 +38,12 @@ zoo-report: $(ZOO) ## how much of each of these models is covered and why not al
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_zoo --out zoo-coverage.csv
 
 golden: $(STAMP) ## the same training with BASE=<commit> and with this tree, compared bit for bit: about five minutes
-	@folder=$$(mktemp -d); status=0; record='$(BIN)/python -m tests.golden record'; export OMP_NUM_THREADS=1; \
+	@folder=$$(mktemp -d); status=0; tool='$(BIN)/python -m tests.golden'; export OMP_NUM_THREADS=1 PYTHONPATH; \
 	trap 'git worktree remove --force "$$folder/tree"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
 	git worktree add --quiet --detach "$$folder/tree" $(BASE) || exit 1; \
-	PYTHONPATH="$$folder/tree/src" $$record "$$folder/base.pt" $(CASES) || status=1; \
-	PYTHONPATH="$(CURDIR)/src" $$record "$$folder/this.pt" $(CASES) || status=1; \
-	$(BIN)/python -m tests.golden compare "$$folder/base.pt" "$$folder/this.pt" && exit $$status
+	PYTHONPATH="$$folder/tree/src"; $$tool record "$$folder/base.pt" $(CASES) || status=1; \
+	PYTHONPATH="$(CURDIR)/src"; $$tool record "$$folder/this.pt" $(CASES) || status=1; \
+	$$tool compare "$$folder/base.pt" "$$folder/this.pt" && exit $$status
 
 lint: $(STAMP) ## ruff: rules and formatting, nothing is changed
 	$(BIN)/ruff check .
