@@ -1,11 +1,14 @@
 # A fresh machine needs Python 3.10 or newer and make: `make demo` and `make test` do the rest.
 #     make test PYTHON=python3.12     another interpreter (the environment is rebuilt for it)
 #     make test PYTEST_ARGS='-k relu -x'
+#     make golden BASE=main CASES='resnet compiled'
 
 PYTHON      ?= python3
 VENV        ?= .venv
 WORKERS     ?= 2
 PYTEST_ARGS ?=
+BASE        ?= f3a698c
+CASES       ?=
 
 BIN     := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -17,7 +20,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo zoo-report lint types format venv clean
+.PHONY: help demo test test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +36,14 @@ test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging 
 
 zoo-report: $(ZOO) ## how much of each of these models is covered and why not all, as zoo-coverage.csv
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_zoo --out zoo-coverage.csv
+
+golden: $(STAMP) ## the same training with BASE=<commit> and with this tree, compared bit for bit: about five minutes
+	@folder=$$(mktemp -d); status=0; tool='$(BIN)/python -m tests.golden'; export OMP_NUM_THREADS=1 PYTHONPATH; \
+	trap 'git worktree remove --force "$$folder/tree"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
+	git worktree add --quiet --detach "$$folder/tree" $(BASE) || exit 1; \
+	PYTHONPATH="$$folder/tree/src"; $$tool record "$$folder/base.pt" $(CASES) || status=1; \
+	PYTHONPATH="$(CURDIR)/src"; $$tool record "$$folder/this.pt" $(CASES) || status=1; \
+	$$tool compare "$$folder/base.pt" "$$folder/this.pt" && exit $$status
 
 lint: $(STAMP) ## ruff: rules and formatting, nothing is changed
 	$(BIN)/ruff check .
