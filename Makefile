@@ -17,13 +17,16 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo zoo-report lint types format venv clean
+.PHONY: help demo report test test-zoo zoo-report lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(LAB) ## watch backprop lose its plasticity, and resets keep it: about two minutes on two cores
 	$(BIN)/gxd demo
+
+report: $(LAB) ## our numbers beside the paper's as one page, build/report/index.html, from the digests in results/
+	$(BIN)/gxd report results --out build/report
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
