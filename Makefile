@@ -52,7 +52,7 @@ venv: $(STAMP) ## make or update the environment in .venv
 
 # A stamp is removed first and written last. Without one the environment is made anew, because an interrupted install
 # may have left half a package; with an outdated one it is brought up to date in place.
-$(LAB): pyproject.toml constraints.txt
+$(LAB): pyproject.toml constraints.txt src/gxd/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@if [ -e $@ ]; then rm -f $@ $(STAMP) $(ZOO); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import gxd
+import gxd_command as cli
 from gxd.lab import assay as lab
-from gxd.lab import cli, models, streams
+from gxd.lab import models, streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError
 from gxd.lab.report.digest import read_assay

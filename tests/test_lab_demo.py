@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gxd.lab import cli, demo, run, workers
+import gxd_command as cli
+from gxd.lab import demo, run, workers
 from gxd.lab.demo import Result
 from gxd.lab.report import demo_page
 from gxd.lab.workers import Failure, Job, Outcome, settled

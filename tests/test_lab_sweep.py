@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from gxd.lab import cli, cluster, run, workers
+import gxd_command as cli
+from gxd.lab import cluster, run, workers
 from gxd.lab.config import Experiment, PermutedDigits
 from gxd.lab.errors import UserError
 from gxd.lab.grid import load

@@ -22,8 +22,7 @@ from gxd.optimizer_state import register_optimizer_state
 from gxd.plan import Group, UnitPlan
 from gxd.reset_cost import ResetCost, reset_cost
 from gxd.score import Observation, UnitView, register_utility, utilities
-
-__version__ = "0.1.0"
+from gxd.version import __version__
 
 __all__ = [
     "CheckReport",
@@ -40,6 +39,7 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "UnitView",
+    "__version__",
     "check",
     "compiled_step",
     "find_units",
