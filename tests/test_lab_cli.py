@@ -110,7 +110,7 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path) -> None:
 
 
 def test_a_network_that_no_memory_holds_is_one_line(capsys, tmp_path) -> None:
-    code, said = complaint(capsys, "run", "permuted-digits", "--width", "10000000", "--out", str(tmp_path))
+    code, said = complaint(capsys, "run", "permuted-digits", "--width", "2147483647", "--out", str(tmp_path))
     assert code == 2 and "not enough memory" in said and "choose a smaller network" in said
 
 

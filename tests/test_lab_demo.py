@@ -15,6 +15,8 @@ from gxd.lab.demo import Result
 from gxd.lab.report import demo_page
 from gxd.lab.workers import Failure, Job, Outcome, settled
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def test_a_quick_demo_ends_with_a_table_a_picture_and_a_page_and_a_second_one_is_instant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
