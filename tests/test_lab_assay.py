@@ -102,9 +102,11 @@ import signal
 from gxd.lab import assay as lab
 import tests.test_lab_assay as t
 lab.SAVE_EVERY = 0.0
-def write_lines(*args, write=lab.write_lines):
+write = lab.write_lines
+def write_lines(*args):
     write(*args)
-    signal.setitimer(signal.ITIMER_REAL, {random.uniform(0.001, 0.05)!r})
+    lab.write_lines = write  # once: an alarm that is set anew with every line may not come before the last
+    signal.setitimer(signal.ITIMER_REAL, {random.uniform(0.001, 0.03)!r})
 lab.write_lines = write_lines
 lab.assay(t.TINY, {str(tmp_path)!r})
 """
