@@ -20,13 +20,16 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo zoo-report golden lint types format venv clean
+.PHONY: help demo report test test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(LAB) ## watch backprop lose its plasticity, and resets keep it: about two minutes on two cores
 	$(BIN)/gxd demo
+
+report: $(LAB) ## our numbers beside the paper's as one page, build/report/index.html, from the digests in results/
+	$(BIN)/gxd report results --out build/report
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -60,7 +63,7 @@ venv: $(STAMP) ## make or update the environment in .venv
 
 # A stamp is removed first and written last. Without one the environment is made anew, because an interrupted install
 # may have left half a package; with an outdated one it is brought up to date in place.
-$(LAB): pyproject.toml constraints.txt
+$(LAB): pyproject.toml constraints.txt src/gxd/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@if [ -e $@ ]; then rm -f $@ $(STAMP) $(ZOO); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi

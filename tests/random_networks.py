@@ -8,6 +8,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -613,6 +614,13 @@ def once_wrong(*rest: Any) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def plan_of(net: RandomNet, residual: str = "skip") -> gxd.UnitPlan:
+    """The plan of a net that is as it was built. Many tests look at the programs that were once wrong: traced once."""
+    return _plan_of(net.program, residual)
+
+
+@cache
+def _plan_of(program: Program, residual: str) -> gxd.UnitPlan:
+    net = program.build()
     return gxd.find_units(net, net.inputs(), residual=residual)
 
 

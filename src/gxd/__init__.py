@@ -27,8 +27,7 @@ from gxd.plan.verify import CheckReport, check
 from gxd.reset.optimizer_state import register_optimizer_state
 from gxd.reset.units import reset_optimizer_state, reset_units
 from gxd.score.utilities import Observation, UnitView, register_utility, utilities
-
-__version__ = "0.1.0"
+from gxd.version import __version__
 
 __all__ = [
     "Attachment",
@@ -48,6 +47,7 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "UnitView",
+    "__version__",
     "attach",
     "check",
     "compiled_step",

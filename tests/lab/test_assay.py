@@ -2,12 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,16 @@ import torch
 import torch.nn.functional as F
 
 import gxd
+import gxd_command as cli
 from gxd.lab import assay as lab
-from gxd.lab import cli, models, streams
+from gxd.lab import models, streams
 from gxd.lab.assay_config import AssayConfig
 from gxd.lab.errors import UserError
+from gxd.lab.progress import Board
 from gxd.lab.report.digest import read_assay
 from tests.command import COMMAND
-from tests.lab.test_sweep import alive, wait_for
+from tests.lab.test_sweep import alive, free, wait_for
+from tests.processes import WARM, run_script
 
 TINY = AssayConfig(
     data="permuted-digits",
@@ -36,6 +40,8 @@ TINY = AssayConfig(
     utilities=("gxd", "contribution", "gxd_all_logit", "gxd_sketch", "random"),
 )
 OPTIONS = "--data permuted-digits --width 12 --depth 2 --tasks 2 --calibration 64 --probe 48 --utilities gxd activation"
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +102,16 @@ import signal
 from gxd.lab import assay as lab
 import tests.lab.test_assay as t
 lab.SAVE_EVERY = 0.0
-def write_lines(*args, write=lab.write_lines):
+write = lab.write_lines
+def write_lines(*args):
     write(*args)
-    signal.setitimer(signal.ITIMER_REAL, {random.uniform(0.001, 0.05)!r})
+    lab.write_lines = write  # once: an alarm that is set anew with every line may not come before the last
+    signal.setitimer(signal.ITIMER_REAL, {random.uniform(0.001, 0.03)!r})
 lab.write_lines = write_lines
 lab.assay(t.TINY, {str(tmp_path)!r})
 """
-    ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGALRM
+    ended, said = run_script(code, tmp_path)
+    assert ended == -signal.SIGALRM, said
     path = TINY.directory(tmp_path)
     assert 1 <= len(lab.read_lines(path)) < 3, "it was to be killed half way"
     assert lab.assay(TINY, tmp_path) == path
@@ -256,39 +264,45 @@ def test_several_run_side_by_side_and_one_that_dies_takes_no_other_with_it(facto
     assert not list((tmp_path / "assay").glob("*/seed1/assay.jsonl"))
 
 
-@contextmanager
-def two_under_way(out):
+def test_ctrl_c_is_one_line_and_stops_all_processes(tmp_path):
     """`gxd assay` as a process group of its own, as a terminal would start it, with two assays under way."""
-    # They have nothing to say while they train, so that none finds out by itself that nobody listens any more.
-    endless = f"{OPTIONS} --epochs 10000000 --checkpoints 0 2 --seeds 0 1 --jobs 2"
+    options = f"{OPTIONS} --epochs 10000000 --checkpoints 0 2 --seeds 0 1 --jobs 2 --out {tmp_path}"
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "assay", *endless.split(), "--out", str(out)],
+        [sys.executable, "-c", COMMAND, "assay", *options.split()],
         text=True,
         stderr=subprocess.PIPE,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        wait_for(lambda: len(list(out.rglob("assay.jsonl"))) == 2)
-        yield process
+        wait_for(lambda: len(list(tmp_path.rglob("assay.jsonl"))) == 2)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert "Traceback" not in said and said.splitlines()[-1].startswith("gxd: interrupted;")
+        wait_for(lambda: not alive(process.pid), 30)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def test_ctrl_c_is_one_line_and_a_killed_command_leaves_no_orphan_that_holds_the_locks(tmp_path):
-    with two_under_way(tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 130
-        assert "Traceback" not in said and said.splitlines()[-1].startswith("gxd: interrupted;")
-        wait_for(lambda: not alive(process.pid), 30)
-    for file in tmp_path.rglob("assay.jsonl"):
-        file.unlink()  # so that it comes back once the command has gone on
-    with two_under_way(tmp_path) as process:
-        process.kill()
-        wait_for(lambda: not alive(process.pid), 60)
+def endless(root):
+    """One assay that has nothing to say while it trains, so that it does not find out by that that nobody listens."""
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method: fork
+    with Board(live=False) as board:
+        lab.assay_all([replace(TINY, epochs=10_000_000, checkpoints=(0, 2))], root, board, 1)
+
+
+def test_a_killed_command_leaves_no_orphan_that_holds_the_directory(tmp_path):
+    command = WARM.Process(target=endless, args=(tmp_path,))
+    command.start()
+    wait_for(lambda: list(tmp_path.rglob("assay.jsonl")))
+    (lock,) = tmp_path.rglob(".lock")
+    assert not free(lock)
+    command.kill()
+    wait_for(lambda: free(lock), 30)
 
 
 def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():
@@ -330,7 +344,7 @@ def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():
         ("--lr 1e39", "lr=1e+39 must be a number above 0 and below 3.4e38"),
         ("--weight-decay 1e300", "weight_decay=1e+300 must be a number, 0 or more and below 3.4e38"),
         ("--batch-size 100000000000000000000", "batch_size=100000000000000000000 must be a whole number, 1 or more"),
-        ("--data permuted-digits --width 10000000 --jobs 1", "there is not enough memory"),
+        ("--data permuted-digits --width 2147483647 --jobs 1", "there is not enough memory"),
         ("--device cuda:99 --data permuted-digits", "device 'cuda:99' cannot be used here"),
         ("--device meta --data permuted-digits", "device 'meta' cannot be used here"),
         ("--data permuted-digits --train-size 9999 --jobs 1", "train_size=9999 is more than the 1440 images"),

@@ -12,8 +12,8 @@ import gxd
 from gxd.lab import bench, models
 from gxd.lab.bench import machine, memory, suites, table, variants, whole
 from gxd.lab.bench.measure import Row, Target, Timing, compare, measure
-from gxd.lab.cli import main
 from gxd.lab.errors import UserError
+from gxd_command import main
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """The command line: what ``gxd run`` prints, its help, and one line for every mistake."""
 
 import errno
+import importlib
 import io
 import os
 import re
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import gxd
+import gxd_command
 from gxd.lab import run, store
 from gxd.lab.arguments import parse
-from gxd.lab.cli import COMMANDS, main
 from gxd.lab.config import EXPERIMENTS, PermutedDigits
 from gxd.lab.errors import UserError
 from gxd.lab.progress import Board, Progress, clock
+from gxd_command import COMMANDS, main
 from tests.command import COMMAND
 
 SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
@@ -106,7 +110,7 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path) -> None:
 
 
 def test_a_network_that_no_memory_holds_is_one_line(capsys, tmp_path) -> None:
-    code, said = complaint(capsys, "run", "permuted-digits", "--width", "10000000", "--out", str(tmp_path))
+    code, said = complaint(capsys, "run", "permuted-digits", "--width", "2147483647", "--out", str(tmp_path))
     assert code == 2 and "not enough memory" in said and "choose a smaller network" in said
 
 
@@ -150,9 +154,53 @@ def test_control_c_ends_with_one_line_and_the_run_can_go_on(tmp_path, capsys) ->
 def test_control_c_is_one_line_while_torch_is_imported(tmp_path) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run([sys.executable, "-c", COMMAND, "--help"], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", COMMAND, "bench"], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr == "gxd: interrupted before anything was done\n"
+    assert ended.stderr.startswith("gxd: interrupted") and ended.stderr.count("\n") == 1
+
+
+# --- without torch ----------------------------------------------------------------------------------------------------
+
+
+def bare(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The command on a Python that has its own library and gxd, and nothing else."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(gxd_command.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-S", "-c", COMMAND, *argv], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_the_overview_lists_every_command_and_needs_no_torch(argv) -> None:
+    ended = bare(*argv)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [line.split()[0] for line in ended.stdout.splitlines() if line.startswith("  ")] == list(COMMANDS)
+
+
+def test_the_version_and_a_wrong_command_need_no_torch() -> None:
+    ended = bare("--version")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"gxd {gxd.__version__}\n", "")
+    ended = bare("benhc")
+    assert (ended.returncode, ended.stdout) == (2, "") and "Did you mean 'bench'?" in ended.stderr
+
+
+def test_a_command_that_needs_torch_says_so_where_there_is_none() -> None:
+    ended = bare("bench")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"gxd: no module named 'torch': {gxd_command.EXTRA}\n"
+
+
+def test_every_command_is_there() -> None:
+    for name in COMMANDS:
+        assert callable(importlib.import_module(f"gxd.lab.{name}").command), name
+
+
+def test_the_version_of_the_package_is_the_one_in_the_code() -> None:
+    metadata = pytest.importorskip("hatchling.metadata.core")
+    manager = pytest.importorskip("hatchling.plugin.manager")
+    root = Path(__file__).parents[2]
+    assert metadata.ProjectMetadata(str(root), manager.PluginManager()).version == gxd.__version__
+    files = (root / "pyproject.toml", *(root / "src").rglob("*.py"))
+    written = [file.name for file in files if f'"{gxd.__version__}"' in file.read_text(encoding="utf-8")]
+    assert written == ["version.py"]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from gxd.lab import cli, demo, run, workers
+import gxd_command as cli
+from gxd.lab import demo, run, workers
 from gxd.lab.demo import Result
 from gxd.lab.report import demo_page
 from gxd.lab.workers import Failure, Job, Outcome, settled
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 def test_a_quick_demo_ends_with_a_table_a_picture_and_a_page_and_a_second_one_is_instant(

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from gxd.lab import cli
+import gxd_command as cli
 from gxd.lab.data import fetch
 from gxd.lab.errors import UserError
 

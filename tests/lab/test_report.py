@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from gxd.lab import cli, config
+import gxd_command as cli
+from gxd.lab import config
 from gxd.lab.errors import UserError
 from gxd.lab.report import demo_page, digest, evidence, figures, numbers, paper, provenance, questions, tables, verdicts
 from gxd.lab.report.build import report

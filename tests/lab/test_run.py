@@ -2,10 +2,7 @@
 
 import errno
 import json
-import os
 import random
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 
@@ -19,6 +16,7 @@ from gxd.lab.errors import UserError
 from gxd.lab.progress import Progress
 from gxd.lab.run import Training, train
 from gxd.lab.steps import eager_step
+from tests.processes import run_script
 
 # Small and fast, with many resets.
 SMALL = PermutedDigits(width=16, depth=2, tasks=4, epochs=1, batch_size=32, rate=0.02, maturity=10, compile="no")
@@ -149,7 +147,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(tmp_path) -> None:
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
-def survive(script, *args) -> None:
+def survive(script, directory, *args) -> None:
     """Run a script that forks runs and kills them: a process of its own, so that it forks from a single thread."""
     head = f"""
         import os, random, shutil, signal, sys, time
@@ -175,12 +173,8 @@ def survive(script, *args) -> None:
                 os.kill(child, signal.SIGKILL)
             return os.WTERMSIG(code) if os.WIFSIGNALED(code := os.waitpid(child, 0)[1]) else code
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script), *map(str, args)],
-        env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    code, said = run_script(textwrap.dedent(head) + textwrap.dedent(script), directory, *args)
+    assert code == 0, said
 
 
 def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path, undisturbed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,14 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gxd.lab import cli, cluster, run, workers
+import gxd_command as cli
+from gxd.lab import cluster, run, workers
 from gxd.lab.config import Experiment, PermutedDigits
 from gxd.lab.errors import UserError
 from gxd.lab.grid import load
@@ -27,6 +28,9 @@ from gxd.lab.progress import Board, Progress
 from gxd.lab.selection import final_accuracy, final_runs, select
 from gxd.lab.workers import Job, settled, status_of
 from tests.command import COMMAND
+from tests.processes import WARM
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 SWEEPS = Path(__file__).parents[2] / "sweeps"
 SMALL = {"tasks": 3, "epochs": 1, "width": 8, "depth": 1}
@@ -355,29 +359,6 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path, capsys: p
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def started(file: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
-    """`gxd sweep` as a process group of its own, as a terminal would start it, with two runs under way."""
-    argv = [sys.executable, "-c", COMMAND, "sweep", str(file), "--out", str(out), "--jobs", "2"]
-    source = str(Path(run.__file__).parents[2])
-    process = subprocess.Popen(
-        argv,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": source},
-    )
-    sweep = load(file)
-    try:
-        wait_for(lambda: sum(bool(status_of(c, sweep.root(out))) for c in sweep.runs()) == 2)
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 def wait_for(condition: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -392,10 +373,28 @@ def alive(group: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(group) and not row[1].startswith("Z")]
 
 
-def test_ctrl_c_stops_all_processes_and_a_second_start_goes_on(tmp_path: Path) -> None:
-    endless = FILE[: FILE.index("[final]")].replace("tasks = 3", "tasks = 100000\ncompile = 'no'")
-    file, out = written(tmp_path, endless.replace("100, 101", "0")), tmp_path / "runs"
-    with started(file, out) as process:
+ENDLESS = FILE[: FILE.index("[final]")].replace("tasks = 3", "tasks = 100000\ncompile = 'no'").replace("100, 101", "0")
+
+
+def test_ctrl_c_stops_all_processes_and_the_runs_can_go_on(tmp_path: Path) -> None:
+    """`gxd sweep` as a process group of its own, as a terminal would start it, with two runs under way."""
+    file, out = written(tmp_path, ENDLESS), tmp_path / "runs"
+    sweep = load(file)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "sweep", str(file), "--out", str(out), "--jobs", "2"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2])},
+    )
+
+    def under_way() -> list[str]:
+        found = (status_of(config, sweep.root(out)) for config in sweep.runs())
+        return [status["status"] for status in found if status]
+
+    try:
+        wait_for(lambda: len(under_way()) == 2)
         assert len(alive(process.pid)) >= 3  # the command and two workers
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]
@@ -403,11 +402,38 @@ def test_ctrl_c_stops_all_processes_and_a_second_start_goes_on(tmp_path: Path) -
         assert said.splitlines()[-1].startswith("gxd: interrupted;")
         assert "Traceback" not in said
         wait_for(lambda: not alive(process.pid), 30)
+        assert under_way() == ["running", "running"]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
-    # A parent that is killed cannot stop anybody; its workers notice.
-    with started(file, out) as process:
-        process.kill()
-        wait_for(lambda: not alive(process.pid), 60)
+
+def endless(file: Path, out: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+    sweep = load(file)
+    jobs = [sweep.job(config) for config in sweep.runs()]
+    workers.run_all(jobs, out, Board(live=False), processes=1)
+
+
+def test_the_workers_of_a_killed_command_end(tmp_path: Path) -> None:
+    """A parent that is killed cannot stop anybody: they notice, and let go of their run directories."""
+    command = WARM.Process(target=endless, args=(written(tmp_path, ENDLESS), tmp_path / "runs"))
+    command.start()
+    wait_for(lambda: list(tmp_path.rglob("metrics.jsonl")))
+    (lock,) = tmp_path.rglob(".lock")
+    assert not free(lock)
+    command.kill()
+    wait_for(lambda: free(lock), 30)
+
+
+def free(lock: Path) -> bool:
+    """Whether no process holds this file."""
+    with lock.open() as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
@@ -455,12 +481,12 @@ def test_a_ray_cluster_runs_a_sweep_and_retries_what_was_killed(
     pytest.importorskip("ray")
     monkeypatch.setattr(cluster, "LOOK", 0.1)
     monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's 15 would wait for all that the machine does besides
-    configs = [PermutedDigits(seed=seed, **{**SMALL, "tasks": 3 if seed else 40}) for seed in range(4)]
+    configs = [PermutedDigits(seed=seed, **{**SMALL, "tasks": 3 if seed else 40}) for seed in range(2)]
     jobs = [Job(f"seed {c.seed}", c) for c in configs]
     killer = RayKiller()
-    outcomes = cluster.run_all(jobs, tmp_path / "ray", killer, address="local", processes=2)
+    outcomes = cluster.run_all(jobs, tmp_path / "ray", killer, address="local", processes=1)
     assert killer.killed
-    assert [o.status for o in outcomes] == ["done"] * 4
+    assert [o.status for o in outcomes] == ["done"] * 2
     assert killer.notes == {job.name: "" for job in jobs}
     alone = run.train(configs[0], tmp_path / "alone")
     theirs = configs[0].run_directory(tmp_path / "ray")

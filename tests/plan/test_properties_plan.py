@@ -168,7 +168,7 @@ def test_finding_units_leaves_the_model_and_the_random_state_as_they_were(
         if rng.random() < 0.5:
             parameter.grad = torch.ones_like(parameter)
     before = _everything(net)
-    plan_of(net, residual)
+    gxd.find_units(net, net.inputs(), residual=residual)
     after = _everything(net)
     assert before.keys() == after.keys()
     for name, value in before.items():

@@ -55,15 +55,7 @@ def report(directories: Sequence[Path], out: Path) -> Path:
     """Make the report in ``out`` and return the path of its page."""
     found = digest.collect(directories)
     _refuse_to_lose(found, out)
-    made = _Report(found)
-    made.claims()
-    made.assay()
-    for name in STREAMS:
-        made.stream(name)
-    made.cifar()
-    made.others()
-    made.questions()
-    made.settings()
+    made = compose(found)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -80,6 +72,20 @@ def report(directories: Sequence[Path], out: Path) -> Path:
     return out / "index.html"
 
 
+def compose(found: digest.Collection) -> Report:
+    """Every section of the report, nothing written yet."""
+    made = Report(found)
+    made.claims()
+    made.assay()
+    for name in STREAMS:
+        made.stream(name)
+    made.cifar()
+    made.others()
+    made.questions()
+    made.settings()
+    return made
+
+
 def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
     """A digest in ``out`` will be replaced. It may be all that is left of its runs, so they must be in the new one."""
     kept = {run.name for run in found.runs} | {assay.name for assay in found.assays}
@@ -93,7 +99,7 @@ def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
             )
 
 
-class _Report:
+class Report:
     """What has been made so far. Each method adds a section."""
 
     def __init__(self, found: digest.Collection) -> None:
