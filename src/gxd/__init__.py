@@ -5,7 +5,7 @@ A plan says which tensor elements are a unit's (:mod:`gxd.plan`). Then every tra
 :func:`gxd.attach` hangs methods on a model and its optimizer.
 """
 
-from gxd.attach import Attachment, attach
+from gxd.attachment import Attachment, attach
 from gxd.compile.step import CompiledStep, compiled_step
 from gxd.cost.reset_cost import ResetCost, reset_cost
 from gxd.errors import (

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from gxd.attach import Attachment, Part
+from gxd.attachment import Attachment, Part
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
 from gxd.observe.direction import check_probabilities, direction_of, random_signs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import arguments
-from gxd.attach import Attachment
+from gxd.attachment import Attachment
 from gxd.compile.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
 from gxd.compile.updates import update_of
 from gxd.compile.watch import Watch

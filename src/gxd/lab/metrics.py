@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gxd
+from gxd.observe.consumers import Site, hooked
 
 DORMANT = 0.025
 """A unit is dormant if its mean |h| is at most this share of its layer's."""
@@ -86,7 +87,7 @@ def dormant_units(model: nn.Module, x: Tensor, plan: gxd.UnitPlan | None = None)
     Example: ``{name: dormant.float().mean() for name, dormant in dormant_units(model, x).items()}``.
     """
     plan = plan if plan is not None else gxd.find_units(model, x)
-    with as_found(model, x), torch.no_grad(), _Reading(model, plan) as reading:
+    with as_found(model, x), torch.enable_grad(), _Reading(model, plan) as reading:  # heads are read off the graph
         model(x)
     return reading.dormant()
 
@@ -113,50 +114,39 @@ class _Reading:
         self.model, self.plan = model, plan
         self.magnitudes: dict[tuple[str, int], Tensor] = {}  # (group, view) -> (size,) mean |h|
         self.last: Tensor | None = None  # what the last layer of weights reads, be it in the plan or not
-        self.handles: list[Any] = []
+        self.hooks = ExitStack()
 
     def __enter__(self) -> _Reading:
-        sites: dict[tuple[str, str], list[tuple[gxd.Group, int]]] = {}
-        for group in self.plan.groups:
-            for number, view in enumerate(group.views):
-                # The consumers of a view read one tensor: the first will do. Inside an attention module they cannot
-                # be seen; what has no other reader is left out.
-                seen = [c for c in view.consumers if c.ports[0] != "heads"]
-                if seen:
-                    sites.setdefault((seen[0].site, seen[0].ports[0]), []).append((group, number))
-        for (site, port), views in sites.items():
-            module = self.model.get_submodule(site)
-            self.handles.append(module.register_forward_pre_hook(self._hook(port, views), with_kwargs=True))
         for module in self.model.modules():
             if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-                self.handles.append(module.register_forward_pre_hook(self._see, with_kwargs=True))
+                handle = module.register_forward_pre_hook(self._see, with_kwargs=True)
+                self.hooks.callback(handle.remove)
+        # The consumers of a view read one tensor, so that it does not matter which is heard last.
+        numbers = [(group, n) for group in self.plan.groups for n in range(len(group.views))]
+
+        def read(site: Site, source: Tensor) -> Tensor:
+            with torch.no_grad():
+                self._read(source.detach(), [numbers[n] for n in site.views], site.inside_attention)
+            return source
+
+        self.hooks.enter_context(hooked(self.model, self.plan.views, read))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _hook(self, port: str, views: list[tuple[gxd.Group, int]]) -> Callable[..., None]:
-        place = {"input": 0, "query": 0, "key": 1, "value": 2}[port]
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with torch.no_grad():
-                source = args[place] if place < len(args) else kwargs[port]
-                self._read(source.detach(), views)
-
-        return hook
+        self.hooks.close()
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self.last = tensors[0].detach() if tensors else self.last
 
-    def _read(self, source: Tensor, views: list[tuple[gxd.Group, int]]) -> None:
+    def _read(self, source: Tensor, views: list[tuple[gxd.Group, int]], heads: bool) -> None:
         means: dict[int, Tensor] = {}  # axis -> mean |h| of every column; the groups of a stream share it
         for group, number in views:
             view = group.views[number]
-            if view.axis not in means:
-                means[view.axis] = source.abs().movedim(view.axis, -1).flatten(0, -2).mean(0)
-            self.magnitudes[group.name, number] = means[view.axis][view.columns.to(source.device)].mean(1)
+            axis = -1 if heads else view.axis
+            if axis not in means:
+                means[axis] = source.abs().movedim(axis, -1).flatten(0, -2).mean(0)
+            self.magnitudes[group.name, number] = means[axis][view.columns.to(source.device)].mean(1)
 
     def dormant(self) -> dict[str, Tensor]:
         """Group name -> which units are dormant in all their views."""

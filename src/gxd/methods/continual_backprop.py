@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import arguments
-from gxd.attach import Attachment
+from gxd.attachment import Attachment
 from gxd.methods.registry import register_method
 from gxd.methods.unit_reset import UnitReset
 from gxd.plan.units import UnitPlan

@@ -75,7 +75,7 @@ class UnitReset(Method):
 
     def after_step(self, host: Host, state: UnitResets) -> UnitResets:
         plan, units = host.plan, state.units if host.observed is None else host.observed
-        units = units._replace(step=state.units.step + 1)
+        units = UnitState(state.units.step + 1, *units[1:])
         selector, due = self.selector.advance(plan, units, state.selector)
         if not self.selector.idle:
             host.check_new_state()

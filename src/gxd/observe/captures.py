@@ -176,24 +176,30 @@ class Observer:
         """The gradients of an output by all captured views, for one cotangent after the other; or, ``stacked``, for all
         at once, with the directions on a first axis.
         """
+        if len(passes) == 1 and not direction.several and all(len(c.aliases) == 1 for c in passes[0].values()):
+            (cotangent,) = direction.cotangents()
+            parts = self._pull_back(passes, direction.output, [c.aliases[0] for c in passes[0].values()], cotangent)
+            found = {view: g for view, g in zip(passes[0], parts, strict=True) if g is not None}
+            yield {0: found} if found else {}  # as in most training loops
+            return
         captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
         aliases = [alias for _, _, c in captures for alias in c.aliases]
         for cotangent in [direction.stacked()] if stacked else direction.cotangents():
-            try:
-                parts = iter(self._pull_back(direction.output, aliases, cotangent, stacked))
-            except RuntimeError:
-                for _, _, c in captures:
-                    c.values()  # says so if it was changed in place
-                raise
-            found: dict[int, dict[int, Tensor]] = {}
+            rest = iter(self._pull_back(passes, direction.output, aliases, cotangent, stacked))
+            pulled: dict[int, dict[int, Tensor]] = {}
             for number, view, c in captures:
-                gradients = [g for g in islice(parts, len(c.aliases)) if g is not None]
+                gradients = [g for g in islice(rest, len(c.aliases)) if g is not None]
                 if gradients:
-                    found.setdefault(number, {})[view] = sum_of(gradients)
-            yield found
+                    pulled.setdefault(number, {})[view] = sum_of(gradients)
+            yield pulled
 
     def _pull_back(
-        self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor, stacked: bool
+        self,
+        passes: Sequence[Pass],
+        output: Tensor,
+        aliases: Sequence[Tensor],
+        cotangent: Tensor,
+        stacked: bool = False,
     ) -> tuple[Tensor | None, ...]:
         self.muted = True  # these are no gradients of the loss
         try:
@@ -203,6 +209,8 @@ class Observer:
         except RuntimeError as error:
             if "second time" in str(error) or "freed" in str(error):
                 raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error
+            for capture in (c for one in passes for c in one.values()):
+                capture.values()  # says so if it was changed in place
             raise
         finally:
             self.muted = False

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ IGNORED = -100  # as in F.cross_entropy
 MOST_ROWS = 1024  # of an identity matrix that is kept: its rows are one-hot vectors
 
 
-@dataclass(frozen=True)
-class Direction:
+class Direction(NamedTuple):
     """An output and the cotangents to pull back through it, one at a time.
 
     Attributes:

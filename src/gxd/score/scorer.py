@@ -55,6 +55,7 @@ class Scorer:
         self.plan, self.tensors, self.utility, self.units = plan, tensors, utility, units
         self.noise, self.processes, self.notices, self.scaler = noise, processes, notices, scaler
         self.scoring = Scoring(plan, utility, positions, decay, noise, processes)
+        self.scoring.one = units.mean.new_ones(())
         self.sums: Sums = NOTHING
         self.observer = Observer(model, plan, utility.gradient == "loss", self._pass_begins)
         self.observer.warn_of(plan.unseen, model)
@@ -203,6 +204,7 @@ class Scorer:
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
+        self.scoring.one = self.units.mean.new_ones(())
         if not self.sums.empty:
             sums = self.scoring.counted(self.sums)
             self.sums = sums._replace(mean=move(sums.mean), score=move(sums.score))

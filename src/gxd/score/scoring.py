@@ -6,7 +6,7 @@ are scored at once; layers with positions (convolutions, tokens) are scored one 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,6 +106,7 @@ class Scoring:
         self.all_groups, self.all_views = list(range(len(plan.groups))), list(range(len(plan.views)))
         self.group_of = [group for group, numbers in enumerate(plan.views_of) for _ in numbers]
         self.widths = [reader.n for reader in self.readers]
+        self.one: Tensor | None = None  # kept for the next step
 
     @torch.no_grad()
     def add(
@@ -146,7 +147,10 @@ class Scoring:
         score, seen = sums.score, None
         if not sums.whole:
             score, seen = self._quotient(score, sums.score_count, self.plan.unit_slices)
-        utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
+        if seen is None and state.utility_weight is state.mean_weight and sums.whole:  # one view each, always seen
+            utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
+        else:
+            utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
         return updated(state, mean, utility, seen, wait)
 
     def mean_scores(self, sums: Sums) -> tuple[Tensor, Tensor | None]:
@@ -168,17 +172,20 @@ class Scoring:
     ) -> Sums:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
         count, mean = len(h), h.mean(0)
-        ahead = averaged((state.mean, state.mean_weight), mean, None, self.decay)
+        ahead = averaged((state.mean, state.mean_weight), mean, None, self.decay, self.one)
         references = ahead[0] / ahead[1]
-        block = Block(0, self.all_groups, [self.all_views], [h.unsqueeze(1)], None, count, count)
+        h = h.unsqueeze(1)
         reached: set[int] = set()
         found = []
         for gradients in directions:
-            reached.update(gradients.get(0, ()))
-            found.append(self._score(block, gradients.get(0, {}), references, tensors))
+            pulled = gradients.get(0, {})
+            reached.update(pulled)
+            g = None if self.utility.gradient is None else self._gradient(self.all_views, h, pulled, None)
+            view = UnitView(h, references, g, lambda: self._w_out(self.all_views, tensors).to(h))
+            found.append(self._scores([view], lambda: self._w_in(self.all_groups, tensors).to(h), references))
         score = found[0] if len(found) == 1 else sum_of(found) / len(found)
         if self.utility.gradient is None or len(reached) == len(self.all_views):
-            return Sums(mean, score, whole=count, ahead=ahead)
+            return Sums(mean, score, (), (), count, ahead)
         counts = (count,) * len(self.all_views)
         sums = Sums(mean * count, None, counts, (0,) * len(self.all_groups))
         return self._with_score(state, sums, self.all_groups, score * count, count, reached)  # each group has one view
@@ -240,11 +247,12 @@ class Scoring:
         if not self.flat or len(one) != len(self.all_views):
             return None
         sources = [one[n].checked() for n in self.all_views]
-        examples = sources[0].shape[0]
+        examples = len(sources[0])
         for source, width in zip(sources, self.widths, strict=True):
             if source.shape != (examples, width):
                 return None
-        return side_by_side(sources).detach().to(dtype) if examples else None
+        h = side_by_side(sources).detach()
+        return (h if h.dtype == dtype else h.to(dtype)) if examples else None
 
     def _blocks(self, number: int, one: Pass, examples: int | None, dtype: torch.dtype) -> list[Block]:
         blocks: list[Block] = []
@@ -287,15 +295,18 @@ class Scoring:
             g = None if self.utility.gradient is None else self._gradient(slot, h, gradients, block.examples)
             r = self._pick(references, slot, self.plan.view_slices).to(h.device)
             views.append(UnitView(h, r, g, lambda slot=slot, h=h: self._w_out(slot, tensors).to(h)))  # type: ignore[misc]
-        observation = Observation(views, lambda: self._w_in(block.groups, tensors).to(block.h[0]), self.generator)
-        score = self.utility.function(observation)
-        units = block.h[0].shape[-1]
+        return self._scores(views, lambda: self._w_in(block.groups, tensors).to(block.h[0]), references)
+
+    def _scores(self, views: list[UnitView], w_in: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """What the utility says of some units, checked."""
+        score = self.utility.function(Observation(views, w_in, self.generator))
+        units = views[0].h.shape[-1]
         if not isinstance(score, Tensor) or score.shape != (units,):
             shape = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
             raise ValueError(f"utility {self.utility.name!r} must return one score per unit, ({units},), got {shape}")
         if score.is_complex():
             raise TypeError(f"utility {self.utility.name!r} must return real scores, got {score.dtype}")
-        return score.to(references)
+        return score if score.dtype == like.dtype and score.device == like.device else score.to(like)
 
     def _gradient(self, slot: list[int], h: Tensor, gradients: Mapping[int, Tensor], examples: int | None) -> Tensor:
         if slot is self.all_views and self.flat and len(gradients) == len(slot):
@@ -305,7 +316,8 @@ class Scoring:
             absent = [n for n in slot if n not in gradients]
             zeros = {n: h.new_zeros(*h.shape[:2], self.readers[n].n).squeeze(1) for n in absent}
             parts = [zeros[n] if n in zeros else self._read(n, gradients[n], examples) for n in slot]
-        g = side_by_side(parts).to(h.dtype)
+        g = side_by_side(parts)
+        g = g if g.dtype == h.dtype else g.to(h.dtype)
         return g.unsqueeze(1) if g.dim() == 2 else g
 
     def _w_out(self, slot: list[int], tensors: Mapping[str, Tensor]) -> Tensor:

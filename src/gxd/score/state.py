@@ -47,7 +47,7 @@ class UnitState(NamedTuple):
         births = torch.zeros(units, dtype=torch.int64, device=device)
         mean, utility = (torch.zeros(n, dtype=dtype, device=device) for n in (views, units))
         none = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(0, births, mean, mean, utility, utility, none, none_seen)
+        return cls(0, births, mean, mean, utility, mean if views == units else utility, none, none_seen)
 
     def ages(self) -> Tensor:
         """``(units,)`` optimizer steps since each unit was reset."""
@@ -65,9 +65,11 @@ class UnitState(NamedTuple):
 Average = tuple[Tensor, Tensor]  # and its weight
 
 
-def averaged(average: Average, value: Tensor, seen: Tensor | None, decay: float) -> Average:
-    """``f <- eta f + (1 - eta) value`` and the same of its weight, where ``seen`` (None: everywhere)."""
-    one = average[1].new_ones(())
+def averaged(average: Average, value: Tensor, seen: Tensor | None, decay: float, one: Tensor | None = None) -> Average:
+    """``f <- eta f + (1 - eta) value`` and the same of its weight, where ``seen`` (None: everywhere). ``one``: a tensor
+    that holds 1, if there is one at hand.
+    """
+    one = average[1].new_ones(()) if one is None else one
     if seen is None:
         return torch.lerp(average[0], value, 1 - decay), torch.lerp(average[1], one, 1 - decay)
     gain = (1 - decay) * seen.to(value.dtype)
@@ -103,10 +105,15 @@ def updated(state: UnitState, mean: Average, utility: Average, seen: Tensor | No
 def forgotten(state: UnitState, units: Tensor, views: Tensor) -> UnitState:
     """The state with age, reference and utility of the units of these flat numbers at zero."""
     units, views = units.to(state.birth.device), views.to(state.birth.device)
-    return state._replace(
-        birth=state.birth.index_fill(0, units, state.step),
-        mean=state.mean.index_fill(0, views, 0.0),
-        mean_weight=state.mean_weight.index_fill(0, views, 0.0),
-        utility=state.utility.index_fill(0, units, 0.0),
-        utility_weight=state.utility_weight.index_fill(0, units, 0.0),
+    weight = state.mean_weight.index_fill(0, views, 0.0)
+    shared = state.utility_weight is state.mean_weight  # every unit has one view, and was always seen
+    return UnitState(
+        state.step,
+        state.birth.index_fill(0, units, state.step),
+        state.mean.index_fill(0, views, 0.0),
+        weight,
+        state.utility.index_fill(0, units, 0.0),
+        weight if shared else state.utility_weight.index_fill(0, units, 0.0),
+        state.nonfinite,
+        state.seen,
     )

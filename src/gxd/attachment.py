@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -400,9 +400,9 @@ class Attachment:
             part.host.grad_scale = float(scale) if scale is not None else 1.0
             part.state = part.method.before_step(part.host, part.state)
 
-    @torch.compiler.disable  # a compiled optimizer.step stops here
-    @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a compiled optimizer.step stops here
+            return _outside_the_graph(self._after_step, optimizer, args, kwargs)
         if is_nested(optimizer):  # an optimizer whose step calls its parent's: the outer one counts
             return
         if was_skipped(optimizer):
@@ -410,6 +410,7 @@ class Attachment:
         else:
             self.stepped()
 
+    @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer has stepped."""
         for part in self._parts:
@@ -423,7 +424,8 @@ class Attachment:
         scorer = part.scorer
         if scorer is None or not scorer.observer.active:
             return None
-        self._follow_device(part)
+        if not scorer.utility.needs_observe:  # else observe() has done so
+            self._follow_device(part)
         units = scorer.finish()
         if isinstance(units, UnitState):
             return units
@@ -517,6 +519,11 @@ class Attachment:
             "noise": None if part.scorer is None else part.scorer.noise.get_state(),
             "state": saved(part.state),
         }
+
+
+@torch.compiler.disable
+def _outside_the_graph(function: Callable[..., None], *arguments: Any) -> None:
+    function(*arguments)
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
