@@ -145,7 +145,7 @@ def planned(case: Case, seed: int, known: dict[str, gxd.UnitPlan] = {}) -> gxd.U
         x = torch.zeros(2, *shape, dtype=next(module.parameters()).dtype)
         inputs = [(x, 0), (x, 1)] if case.model == "tasks" else x
         if case.special == "by_hand":
-            by_hand = getattr(gxd, "manual_group", None) or gxd.hand_group
+            by_hand = getattr(gxd, "manual_group", None) or gxd.manual_group
             inputs, options = None, {"groups": [by_hand("fc1", consumers=["fc2"])]}
         known[key] = call(gxd.find_units, module, inputs, **{**options, **case.plan})
     return known[key]

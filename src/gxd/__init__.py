@@ -21,13 +21,15 @@ from gxd.methods.base import Host, Method
 from gxd.methods.continual_backprop import ContinualBackprop
 from gxd.methods.registry import method, methods, register_method
 from gxd.plan.find import find_units
-from gxd.plan.find.manual import hand_group
+from gxd.plan.find.manual import manual_group
 from gxd.plan.units import Group, UnitPlan
-from gxd.plan.verify import CheckReport, check
+from gxd.plan.verify import CheckReport, verify_plan
 from gxd.reset.optimizer_state import register_optimizer_state
 from gxd.reset.units import reset_optimizer_state, reset_units
 from gxd.score.utilities import Observation, UnitView, register_utility, utilities
 from gxd.version import __version__
+
+check, hand_group = verify_plan, manual_group  # their first names
 
 __all__ = [
     "Attachment",
@@ -53,6 +55,7 @@ __all__ = [
     "compiled_step",
     "find_units",
     "hand_group",
+    "manual_group",
     "method",
     "methods",
     "register_method",
@@ -62,4 +65,5 @@ __all__ = [
     "reset_optimizer_state",
     "reset_units",
     "utilities",
+    "verify_plan",
 ]

@@ -306,17 +306,17 @@ CHECKS = [
 @pytest.mark.parametrize(("changes", "exception", "words"), named(CHECKS))
 def test_a_check_that_would_prove_nothing_is_refused(changes, exception, words):
     arguments = {"model": mlp(), "example_inputs": X, "plan": plan_of(), **changes}
-    refused(lambda: gxd.check(**arguments), exception, words)
+    refused(lambda: gxd.verify_plan(**arguments), exception, words)
 
 
 @pytest.mark.parametrize("inputs", [X[:0], X * NAN, X * INF], ids=["empty", "nan", "inf"])
 def test_a_check_on_outputs_that_say_nothing_is_not_passed(inputs):
-    report = gxd.check(mlp(), inputs, plan=plan_of())
+    report = gxd.verify_plan(mlp(), inputs, plan=plan_of())
     assert {group.status for group in report.groups} == {"inconclusive"}
 
 
 def test_an_unknown_group_of_a_report_is_a_key_error():
-    report = gxd.check(mlp(), X, plan=plan_of())
+    report = gxd.verify_plan(mlp(), X, plan=plan_of())
     refused(lambda: report["fc9"], KeyError, ("'fc9'", "fc1"))
 
 

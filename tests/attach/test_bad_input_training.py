@@ -434,7 +434,7 @@ def test_the_state_of_a_plan_with_other_groups_is_refused_with_the_group_that_is
 
 def test_the_state_of_another_plan_with_the_same_names_is_refused():
     plans = [
-        gxd.find_units(mlp(), groups=[gxd.hand_group("fc1", "fc2", columns=columns)])
+        gxd.find_units(mlp(), groups=[gxd.manual_group("fc1", "fc2", columns=columns)])
         for columns in (FIVE, FIVE.flip(0))
     ]
     refused_state(attach(plan=plans[0]), attach(plan=plans[1]).cbp.state_dict(), "another plan", "same group names")

@@ -230,4 +230,4 @@ def test_a_copied_model_is_traced_and_checked_like_any_other():
     assert gxd.find_units(model, X).fingerprint() == cbp.plan.fingerprint()
     with warnings.catch_warnings():
         warnings.simplefilter("error", gxd.ObservationWarning)
-        assert gxd.check(model, X)
+        assert gxd.verify_plan(model, X)

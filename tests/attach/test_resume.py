@@ -393,7 +393,7 @@ def test_finding_and_checking_units_leaves_the_model_as_it_was_found(name: str):
     state, random = clone(model.state_dict()), torch.get_rng_state()
     flags = [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()]
     for _ in range(2):
-        gxd.check(model, x, plan=gxd.find_units(model, x, residual="group"))
+        gxd.verify_plan(model, x, plan=gxd.find_units(model, x, residual="group"))
         assert flags == [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()]
         assert same(model.state_dict(), state)
         assert list(model.state_dict()) == list(state)

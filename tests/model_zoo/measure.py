@@ -30,7 +30,7 @@ class Measured:
         damage: what ``find_units`` or ``check`` has changed about the model.
         disproof: what is wrong with the plans.
         unproved: groups of both plans behind a norm without a module, which cannot be held still for the proof.
-        check: the verdicts of ``gxd.check`` on some groups, counted, or how it crashed.
+        check: the verdicts of ``gxd.verify_plan`` on some groups, counted, or how it crashed.
         verdicts: of these groups, in words.
         reasons: (reason, module) -> the rows that it costs, with ``residual="skip"``.
         group_reasons: the same with ``residual="group"``.
@@ -101,7 +101,7 @@ def measure(name: str, factory: Factory) -> Measured:
         found.unproved += sum(not is_provable(group) for group in either.groups)
     before = damage.record(model)
     try:
-        verdicts = gxd.check(model, inputs, plan=_sample(plan)).groups
+        verdicts = gxd.verify_plan(model, inputs, plan=_sample(plan)).groups
         found.verdicts = {verdict.name: f"{verdict.status}: {verdict.detail}" for verdict in verdicts}
         found.check = ", ".join(f"{n} {status}" for status, n in sorted(Counter(v.status for v in verdicts).items()))
     except Exception as error:  # whatever it is, it is what is to be known

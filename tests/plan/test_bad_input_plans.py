@@ -59,7 +59,7 @@ def test_an_unknown_utility_is_refused_with_the_one_that_was_meant(given, meant)
     assert f"'{meant}'" in message.partition("Did you mean")[2].partition("?")[0]
 
 
-@pytest.mark.parametrize("given", ["zzz", None, 3, [], gxd.check], ids=["zzz", "None", "3", "[]", "a function"])
+@pytest.mark.parametrize("given", ["zzz", None, 3, [], gxd.verify_plan], ids=["zzz", "None", "3", "[]", "a function"])
 def test_a_utility_that_is_like_none_is_refused_with_the_list_of_all(given):
     refused(lambda: attach(given), (ValueError, TypeError), ("utility", "gxd_sketch", "activation"))
 
@@ -90,7 +90,7 @@ WRONG_PARTS = [
         ("optimizer", "Optimizer", "StepLR"),
     ),
     ("plan is a string", {"plan": "auto"}, TypeError, ("plan", "find_units", "str")),
-    ("plan is a list of groups", {"plan": [gxd.hand_group("fc1", "fc2")]}, TypeError, ("plan", "find_units", "list")),
+    ("plan is a list of groups", {"plan": [gxd.manual_group("fc1", "fc2")]}, TypeError, ("plan", "find_units", "list")),
     ("plan is a tensor", {"plan": X}, TypeError, ("plan", "find_units|example_inputs", "Tensor")),
     ("no plan and no inputs", {"plan": None}, ValueError, ("example_inputs", "plan", "neither")),
     ("a plan and inputs", {"example_inputs": X}, ValueError, ("example_inputs", "plan", "both")),
@@ -180,7 +180,7 @@ class Broken(Gate):
         raise ValueError("the vocabulary is missing")
 
 
-REMEDIES = ("example_inputs", "hand_group", "find_units")
+REMEDIES = ("example_inputs", "manual_group", "find_units")
 UNTRACEABLE = [
     ("a path that depends on values", Gate, X, ("Gate", "data-dependent", *REMEDIES)),
     ("a forward that raises", Broken, X, ("Broken", "ValueError", "the vocabulary is missing", *REMEDIES)),
@@ -235,9 +235,9 @@ WRONG_SEARCHES = [
     ("include matches nothing", {"example_inputs": X, "include": "fc9"}, gxd.PlanError, ("include", "fc9", "fc1, fc2")),
     ("exclude matches nothing", {"example_inputs": X, "exclude": "fc9"}, gxd.PlanError, ("exclude", "fc9", "fc1, fc2")),
     ("rates match nothing", {"example_inputs": X, "rates": {"fc9": 0}}, gxd.PlanError, ("rates", "fc9", "fc1, fc2")),
-    ("a group alone", {"groups": gxd.hand_group("fc1", "fc2")}, TypeError, ("groups", "list")),
-    ("groups is a name", {"groups": "fc1"}, TypeError, ("groups", "hand_group", "str")),
-    ("groups are tuples", {"groups": [("fc1", "fc2")]}, TypeError, ("groups", "hand_group", "tuple")),
+    ("a group alone", {"groups": gxd.manual_group("fc1", "fc2")}, TypeError, ("groups", "list")),
+    ("groups is a name", {"groups": "fc1"}, TypeError, ("groups", "manual_group", "str")),
+    ("groups are tuples", {"groups": [("fc1", "fc2")]}, TypeError, ("groups", "manual_group", "tuple")),
 ]
 
 
@@ -295,7 +295,7 @@ WRONG_GROUPS = [
 @pytest.mark.parametrize(("names", "options", "words"), named(WRONG_GROUPS))
 def test_a_group_by_hand_that_does_not_fit_the_model_is_a_plan_error(names, options, words):
     model = mlp(norm=True)
-    refused(lambda: gxd.find_units(model, groups=[gxd.hand_group(*names, **options)]), gxd.PlanError, words)
+    refused(lambda: gxd.find_units(model, groups=[gxd.manual_group(*names, **options)]), gxd.PlanError, words)
 
 
 WRONG_DESCRIPTIONS = [
@@ -311,17 +311,17 @@ WRONG_DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("names", "options", "words"), named(WRONG_DESCRIPTIONS))
 def test_a_group_by_hand_of_the_wrong_types_is_refused(names, options, words):
-    call = lambda: gxd.find_units(mlp(), groups=[gxd.hand_group(*names, **options)])
+    call = lambda: gxd.find_units(mlp(), groups=[gxd.manual_group(*names, **options)])
     refused(call, (TypeError, ValueError), words)
 
 
 def test_columns_may_be_given_as_a_list():
-    plan = gxd.find_units(mlp(), groups=[gxd.hand_group("fc1", "fc2", columns=[[0], [1], [2], [3], [4]])])
+    plan = gxd.find_units(mlp(), groups=[gxd.manual_group("fc1", "fc2", columns=[[0], [1], [2], [3], [4]])])
     assert plan["fc1"].views[0].columns.tolist() == [[0], [1], [2], [3], [4]]
 
 
 def test_two_groups_by_hand_of_the_same_producer_are_refused():
-    groups = [gxd.hand_group("fc1", "fc2"), gxd.hand_group("fc1", "fc2")]
+    groups = [gxd.manual_group("fc1", "fc2"), gxd.manual_group("fc1", "fc2")]
     refused(lambda: gxd.find_units(mlp(), groups=groups), gxd.PlanError, ("'fc1'", "twice|two|once"))
 
 
@@ -329,14 +329,14 @@ def test_a_frozen_producer_is_refused_by_hand_as_it_is_skipped_by_tracing():
     model = mlp()
     model.fc1.weight.requires_grad_(False)
     assert "fc1" not in [group.name for group in gxd.find_units(model, X).groups]
-    call = lambda: gxd.find_units(model, groups=[gxd.hand_group("fc1", "fc2")])
+    call = lambda: gxd.find_units(model, groups=[gxd.manual_group("fc1", "fc2")])
     refused(call, gxd.PlanError, ("fc1", "frozen|requires_grad"))
 
 
 def test_a_layer_whose_weight_is_computed_is_refused_by_hand():
     model = mlp()
     nn.utils.parametrizations.weight_norm(model.fc1)
-    call = lambda: gxd.find_units(model, groups=[gxd.hand_group("fc1", "fc2")])
+    call = lambda: gxd.find_units(model, groups=[gxd.manual_group("fc1", "fc2")])
     refused(call, gxd.PlanError, ("'fc1'", "weight", "param"))
 
 
@@ -357,7 +357,7 @@ def test_tied_weights_are_refused_traced_and_by_hand(tie):
     assert not plan.groups
     assert "tied weights: 'fc2.weight' and 'fc3.weight'" in str(plan)
     for names in (("fc1", "fc3"), ("fc2", "fc1")):
-        call = lambda names=names: gxd.find_units(model, groups=[gxd.hand_group(*names)])
+        call = lambda names=names: gxd.find_units(model, groups=[gxd.manual_group(*names)])
         refused(call, gxd.PlanError, ("tied weights", "'fc2.weight' and 'fc3.weight'"))
 
 
@@ -374,7 +374,7 @@ def test_a_frozen_bias_is_not_written_by_a_hand_written_group():
     model = mlp()
     model.fc1.bias.requires_grad_(False)
     model.fc2.bias.requires_grad_(False)
-    plan = gxd.find_units(model, groups=[gxd.hand_group("fc1", "fc2")])
+    plan = gxd.find_units(model, groups=[gxd.manual_group("fc1", "fc2")])
     assert not {"fc1.bias", "fc2.bias"} & plan.shapes.keys()
     assert "its bias is frozen" in str(plan)
 

@@ -42,7 +42,7 @@ def test_a_stream_that_begins_with_an_embedding_is_reset_as_a_whole():
     group = plan["embed"]
     assert [p.module for p in group.producers] == ["embed", "down"] and group.size == WIDTH and group.residual
     assert {c.module for c in group.consumers} == {"up", "head"}
-    report = gxd.check(model, IDS, plan=plan)
+    report = gxd.verify_plan(model, IDS, plan=plan)
     assert {g.name: g.status for g in report.groups} == {"embed": "approximate", "up": "passed"}, str(report)
 
 
@@ -131,7 +131,7 @@ def test_positions_that_are_the_same_for_every_input_are_constants():
     parts = {"a": linear(5, WIDTH), "positions": nn.Embedding(4, WIDTH), "head": linear(WIDTH, 3)}
     torch.manual_seed(0)
     model, x = Net(run, **parts), torch.randn(2, 4, 5)
-    report = gxd.check(model, x)
+    report = gxd.verify_plan(model, x)
     assert report["a"].status == "passed" and report.plan["a"].size == WIDTH
 
 
@@ -188,7 +188,7 @@ def test_the_residual_stream_of_a_language_model_is_covered_end_to_end(kind: str
     assert matches({c.module for c in group.consumers}, readers, model)
     assert all(norm.couples and norm.entries.shape == (16, 1) for norm in group.norms)
     assert len(group.norms) == 5  # two in each layer, one at the end
-    report = gxd.check(model, inputs, plan=plan)
+    report = gxd.verify_plan(model, inputs, plan=plan)
     assert report[group.name].status == "approximate", str(report)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     gxd.reset_units(model, plan, {group.name: [3, 7]})

@@ -56,7 +56,7 @@ def test_the_check_on_the_model_itself_confirms_the_plan(case: Case, residual: s
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2.0)
     plan = gxd.find_units(model, case.inputs(), residual=residual, batch_dim=case.batch_dim)
-    report = gxd.check(model, case.inputs(), plan=plan)
+    report = gxd.verify_plan(model, case.inputs(), plan=plan)
     statuses = {group.name: group.status for group in report.groups}
     groups = case.groups if residual == "skip" else case.residual_groups or {}
     for name, status in statuses.items():

@@ -178,7 +178,7 @@ def test_a_model_made_to_mislead_gets_a_plan_that_the_check_confirms(name):
     plan = gxd.find_units(model, X)
     if groups is not None:
         assert {g.name for g in plan.groups} == groups, str(plan)
-    report = gxd.check(model, X, plan=plan)
+    report = gxd.verify_plan(model, X, plan=plan)
     assert all(g.status in ("passed", "approximate") for g in report.groups), str(report)
     named = {s.name.partition("[")[0] for s in plan.skipped} | {p.module for g in plan.groups for p in g.producers}
     assert {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} <= named, "a layer is not accounted for"
@@ -191,7 +191,7 @@ def test_a_bias_that_something_else_reads_takes_no_compensation():
     (consumer,) = plan["e"].consumers
     assert consumer.compensation == "none"
     assert "also read" in str(plan)
-    assert gxd.check(model, X, plan=plan)["e"].status == "approximate"
+    assert gxd.verify_plan(model, X, plan=plan)["e"].status == "approximate"
 
 
 def test_a_bias_tied_to_another_layers_is_not_written():
@@ -199,7 +199,7 @@ def test_a_bias_tied_to_another_layers_is_not_written():
     layers["f2"].bias = layers["f1"].bias
     model = Net(lambda m, x: m.f3(F.relu(m.f2(F.relu(m.f1(x))))), **layers)
     plan = gxd.find_units(model, X)
-    assert not plan.groups or gxd.check(model, X, plan=plan).ok
+    assert not plan.groups or gxd.verify_plan(model, X, plan=plan).ok
     assert "f1.bias" not in plan.shapes and "f2.bias" not in plan.shapes
 
 
@@ -233,10 +233,10 @@ def test_the_check_catches_an_example_axis_that_is_not_the_plans():
     model = Net(lambda m, x: m.o(F.relu(m.f(x))).mean(1), **linears(f=(5, 6), o=(6, 3)))
     x = torch.randn(3, 3, 5)
     plan = gxd.find_units(model, x)
-    assert gxd.check(model, x, plan=plan)["f"].status == "passed"
+    assert gxd.verify_plan(model, x, plan=plan)["f"].status == "passed"
     group = plan["f"]
     wrong = replace(plan, groups=(replace(group, views=(replace(group.views[0], batch_axis=1),)),))
-    assert gxd.check(model, x, plan=wrong)["f"].status == "wrong"
+    assert gxd.verify_plan(model, x, plan=wrong)["f"].status == "wrong"
 
 
 def test_a_reader_missed_behind_a_layer_norm_is_caught_by_the_check():
@@ -246,29 +246,29 @@ def test_a_reader_missed_behind_a_layer_norm_is_caught_by_the_check():
 
     model = Net(run, n=nn.LayerNorm(6), **linears(a=(5, 6), c=(6, 3), d=(6, 3)))
     right = gxd.find_units(model, X)
-    assert gxd.check(model, X, plan=right)["a"].status == "approximate"
-    wrong = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="c", norms="n")])
-    assert gxd.check(model, X, plan=wrong)["a"].status == "wrong"
+    assert gxd.verify_plan(model, X, plan=right)["a"].status == "approximate"
+    wrong = gxd.find_units(model, groups=[gxd.manual_group("a", consumers="c", norms="n")])
+    assert gxd.verify_plan(model, X, plan=wrong)["a"].status == "wrong"
 
 
 def test_a_norm_that_the_plan_has_missed_is_caught_by_the_check():
     model = Net(lambda m, x: m.f2(F.relu(m.n(m.f1(x)))), n=nn.BatchNorm1d(4), **linears(**TWO))
-    plan = gxd.find_units(model, groups=[gxd.hand_group("f1", consumers="f2")])
-    report = gxd.check(model, X, plan=plan)
+    plan = gxd.find_units(model, groups=[gxd.manual_group("f1", consumers="f2")])
+    report = gxd.verify_plan(model, X, plan=plan)
     assert report["f1"].status == "passed"  # the entry is the unit's own: a reset that leaves it is still a reset
-    wrong = gxd.find_units(model, groups=[gxd.hand_group("f1", consumers="f2", norms="n")])
-    assert gxd.check(model, X, plan=wrong)["f1"].status == "passed"
+    wrong = gxd.find_units(model, groups=[gxd.manual_group("f1", consumers="f2", norms="n")])
+    assert gxd.verify_plan(model, X, plan=wrong)["f1"].status == "passed"
 
 
 def test_units_without_effect_are_not_reported_as_passed():
     model = Net(lambda m, x: 0 * m.f2(F.relu(m.f1(x))), **linears(**TWO))
-    assert gxd.check(model, X)["f1"].status == "inconclusive"
+    assert gxd.verify_plan(model, X)["f1"].status == "inconclusive"
 
 
 def test_a_bfloat16_model_and_a_random_forward_can_be_checked():
     model = Net(lambda m, x: m.f2(F.dropout(F.relu(m.f1(x)), 0.3)), **linears(**TWO))
-    assert gxd.check(model, X)["f1"].status == "passed"
-    assert gxd.check(model.bfloat16(), X.bfloat16())["f1"].status == "passed"
+    assert gxd.verify_plan(model, X)["f1"].status == "passed"
+    assert gxd.verify_plan(model.bfloat16(), X.bfloat16())["f1"].status == "passed"
     assert model.f1.weight.dtype == torch.bfloat16
 
 
@@ -318,7 +318,7 @@ def test_a_value_changed_in_place_after_it_was_read_is_reported():
 
     model = Net(run, **linears(**TWO))
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    cbp = gxd.ContinualBackprop(model, opt, plan=gxd.find_units(model, groups=[gxd.hand_group("f1", "f2")]))
+    cbp = gxd.ContinualBackprop(model, opt, plan=gxd.find_units(model, groups=[gxd.manual_group("f1", "f2")]))
     logits = model(X)
     with pytest.raises(gxd.ObservationError, match="in place"):
         cbp.observe(logits, torch.tensor([0, 1, 2]))

@@ -446,7 +446,7 @@ def test_whatever_is_not_reset_is_named_with_a_reason(name: str, implementation:
 @everything
 def test_the_check_finds_nothing_wrong(name: str, implementation: str):
     model, inputs, plan = traced(name, implementation)
-    report = gxd.check(model, inputs, plan=plan)
+    report = gxd.verify_plan(model, inputs, plan=plan)
     for group in report.groups:
         allowed = {"passed"} if ALL[name].exact else {"passed", "approximate"}
         assert group.status in allowed, f"{group}"
@@ -487,7 +487,7 @@ def test_residual_groups_are_right_too(name: str):
     model, inputs, skipped = traced(name, "sdpa")
     plan = gxd.find_units(model, inputs, residual="group")
     assert {g.name for g in skipped.groups} <= {g.name for g in plan.groups}
-    assert gxd.check(model, inputs, plan=plan).ok
+    assert gxd.verify_plan(model, inputs, plan=plan).ok
     if name == "vit":  # the stream starts at a convolution; the others' start at an embedding, which cannot be reset
         stream = plan["vit.embeddings.patch_embeddings.projection"]
         assert stream.residual and stream.size == 16 and len(stream.producers) == 5

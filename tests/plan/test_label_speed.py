@@ -156,7 +156,7 @@ MOVES = {
 def test_rearranged_units_are_found_where_they_are(name: str):
     torch.manual_seed(0)
     model, x = Movements(MOVES[name]), torch.randn(2, 4, 5)
-    report = gxd.check(model, x)
+    report = gxd.verify_plan(model, x)
     assert report["a"].status == "passed" and report.plan["a"].size == 6, str(report.plan)
 
 

@@ -80,7 +80,7 @@ def test_a_class_that_multiplies_its_argument_by_its_weight_is_a_layer(kind):
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_the_numbers_confirm_it(kind):
     model = two(kind)
-    assert {g.name: g.status for g in gxd.check(model, X).groups} == {"0": "passed", "2": "passed"}
+    assert {g.name: g.status for g in gxd.verify_plan(model, X).groups} == {"0": "passed", "2": "passed"}
 
 
 def test_a_convolution_that_pads_by_itself_is_a_layer_and_its_compensation_is_approximate_at_the_border():
@@ -89,7 +89,7 @@ def test_a_convolution_that_pads_by_itself_is_a_layer_and_its_compensation_is_ap
     plan = gxd.find_units(model, IMAGES)
     assert [g.name for g in plan.groups] == ["0", "2"]
     assert plan["0"].approximate == ("2: padding",)
-    assert [g.status for g in gxd.check(model, IMAGES, plan=plan).groups] == ["approximate", "passed"]
+    assert [g.status for g in gxd.verify_plan(model, IMAGES, plan=plan).groups] == ["approximate", "passed"]
 
 
 class TwoWeights(nn.Module):
@@ -155,7 +155,7 @@ def test_a_weight_that_is_used_by_another_module_than_its_own_is_read_where_that
     assert [(g.name, [(c.module, c.site) for c in g.consumers]) for g in plan.groups] == [("0", [("2.both", "2")])]
     assert plan["0"].approximate == ("2.both: its bias is computed",)
     assert next(s.reason for s in plan.skipped if s.name == "2.both").startswith("its bias is computed")
-    assert gxd.check(model, X, plan=plan)["0"].status == "approximate"
+    assert gxd.verify_plan(model, X, plan=plan)["0"].status == "approximate"
 
 
 def test_a_second_weight_inside_a_module_is_refused():

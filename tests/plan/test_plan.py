@@ -58,27 +58,27 @@ def test_a_hand_written_plan_equals_the_traced_one():
     written = gxd.find_units(
         model,
         groups=[
-            gxd.hand_group("conv1", consumers=["conv2"], norms=["bn1"]),
-            gxd.hand_group("conv2", consumers=["fc"], norms=["bn2"]),
-            gxd.hand_group("fc", consumers="head"),
+            gxd.manual_group("conv1", consumers=["conv2"], norms=["bn1"]),
+            gxd.manual_group("conv2", consumers=["fc"], norms=["bn2"]),
+            gxd.manual_group("fc", consumers="head"),
         ],
     )
     assert [g.name for g in written.groups] == [g.name for g in traced.groups]
     assert written.fingerprint() == traced.fingerprint()
-    assert gxd.check(model, torch.randn(4, 2, 8, 8), plan=written.select(exclude="conv1")).ok
+    assert gxd.verify_plan(model, torch.randn(4, 2, 8, 8), plan=written.select(exclude="conv1")).ok
 
 
 def test_a_hand_written_group_replaces_the_traced_one():
     model, batch, _ = make("branches")
-    plan = gxd.find_units(model, batch(2)[0], groups=[gxd.hand_group("trunk", consumers=["left"])])
+    plan = gxd.find_units(model, batch(2)[0], groups=[gxd.manual_group("trunk", consumers=["left"])])
     assert [c.module for c in plan["trunk"].consumers] == ["left"]
     assert {g.name for g in plan.groups} == {"trunk", "left", "right"}
 
 
 def test_the_check_finds_a_reader_that_the_plan_has_missed():
     model, batch, _ = make("branches")
-    plan = gxd.find_units(model, batch(2)[0], groups=[gxd.hand_group("trunk", consumers=["left"])])
-    report = gxd.check(model, batch(4)[0], plan=plan)
+    plan = gxd.find_units(model, batch(2)[0], groups=[gxd.manual_group("trunk", consumers=["left"])])
+    report = gxd.verify_plan(model, batch(4)[0], plan=plan)
     assert report["trunk"].status == "wrong"
     assert not report.ok
     assert "past the claimed consumers" in str(report)
@@ -87,8 +87,8 @@ def test_the_check_finds_a_reader_that_the_plan_has_missed():
 def test_the_check_finds_columns_that_are_not_the_units():
     model = Conv()
     wrong = torch.arange(12 * 4).view(4, 12).t()  # as if the flatten had been channels-last
-    plan = gxd.find_units(model, groups=[gxd.hand_group("conv2", consumers=["fc"], norms=["bn2"], columns=wrong)])
-    assert gxd.check(model, torch.randn(4, 2, 8, 8), plan=plan)["conv2"].status == "wrong"
+    plan = gxd.find_units(model, groups=[gxd.manual_group("conv2", consumers=["fc"], norms=["bn2"], columns=wrong)])
+    assert gxd.verify_plan(model, torch.randn(4, 2, 8, 8), plan=plan)["conv2"].status == "wrong"
 
 
 def test_the_check_leaves_the_model_as_it_was():
@@ -96,7 +96,7 @@ def test_the_check_leaves_the_model_as_it_was():
     model.bn1.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.get_rng_state()
-    gxd.check(model, batch(4)[0])
+    gxd.verify_plan(model, batch(4)[0])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and not model.bn1.training

@@ -22,7 +22,7 @@ def test_the_check_finds_nothing_wrong_and_passes_every_group_that_is_not_called
     program: Program, residual: str
 ):
     net = program.build()
-    report = gxd.check(net, net.inputs(), plan=plan_of(net, residual))
+    report = gxd.verify_plan(net, net.inputs(), plan=plan_of(net, residual))
     note(f"{report.plan}\n{report}")
     for group in report.groups:
         assert group.status != "wrong", group
@@ -39,7 +39,7 @@ def _claimed(group: gxd.Group, unit: int) -> set[tuple[str, int]]:
 def test_in_single_precision_the_check_finds_nothing_wrong_either(program: Program, residual: str):
     net = program.build().float()
     x = net.inputs().float()
-    report = gxd.check(net, x, plan=gxd.find_units(net, x, residual=residual))
+    report = gxd.verify_plan(net, x, plan=gxd.find_units(net, x, residual=residual))
     note(f"{report.plan}\n{report}")
     assert report.ok
 
@@ -271,4 +271,4 @@ def test_memory_that_is_read_by_other_strides_is_not_mistaken_for_the_same_units
             return self.b(self.a(x).t().contiguous().as_strided((2, 4), (4, 1)))
 
     torch.manual_seed(0)
-    assert gxd.check(Restrided(), torch.randn(2, 5)).ok
+    assert gxd.verify_plan(Restrided(), torch.randn(2, 5)).ok

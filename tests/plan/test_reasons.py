@@ -116,7 +116,7 @@ def test_functional_norms_without_parameters_do_not_stand_in_each_others_way():
     model = Net(run, a=linear(5, 4), b=linear(4, 6), out=linear(6, 3))
     plan = gxd.find_units(model, X)
     assert {group.name for group in plan.groups} == {"a", "b"}, str(plan)
-    assert gxd.check(model, X, plan=plan).ok
+    assert gxd.verify_plan(model, X, plan=plan).ok
 
 
 class Experts(nn.Module):

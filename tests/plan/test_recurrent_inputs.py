@@ -37,7 +37,7 @@ def test_units_read_by_a_recurrent_layer_are_reset_exactly(kind: str, both_ways:
     assert [c.weight for c in group.consumers] == weights
     assert [c.bias for c in group.consumers] == [w.replace("weight", "bias") for w in weights]
     assert group.views[0].batch_axis == (0 if batch_first else 1)
-    report = gxd.check(model, x, plan=plan, units_per_group=UNITS)
+    report = gxd.verify_plan(model, x, plan=plan, units_per_group=UNITS)
     assert report["a"].status == "passed", str(report)
 
 
@@ -49,7 +49,7 @@ def test_units_read_by_a_single_cell_are_reset_exactly(kind: str):
 
     torch.manual_seed(0)
     model, x = Net(run, a=linear(5, UNITS), cell=CELLS[kind](UNITS, 4), head=linear(4, 3)), torch.randn(3, 5)
-    report = gxd.check(model, x, units_per_group=UNITS)
+    report = gxd.verify_plan(model, x, units_per_group=UNITS)
     assert report["a"].status == "passed", str(report)
     assert report.plan["a"].consumers[0].weight == "cell.weight_ih"
 

@@ -230,9 +230,9 @@ def test_a_reset_by_the_joint_plan_cuts_the_units_off_in_every_call(call):
 
 def test_the_check_goes_through_all_calls():
     model = Heads()
-    report = gxd.check(model, CALLS)
+    report = gxd.verify_plan(model, CALLS)
     assert {g.name: g.status for g in report.groups} == {"body": "passed", "middle": "passed"}
-    wrong = gxd.check(model, CALLS, plan=gxd.find_units(model, X))  # which does not know of the auxiliary head
+    wrong = gxd.verify_plan(model, CALLS, plan=gxd.find_units(model, X))  # which does not know of the auxiliary head
     assert wrong["body"].status == "wrong"
 
 

@@ -124,7 +124,7 @@ def producers(plan: gxd.UnitPlan) -> list[set[str]]:
 def found(combine, residual: str = "skip") -> list[set[str]]:
     model = net(combine)
     plan = gxd.find_units(model, X, residual=residual)
-    report = gxd.check(model, X, plan=plan, units_per_group=UNITS)
+    report = gxd.verify_plan(model, X, plan=plan, units_per_group=UNITS)
     assert all(group.status in ("passed", "approximate") for group in report.groups), str(report)
     return producers(plan)
 
@@ -168,7 +168,7 @@ def test_an_index_that_was_changed_in_place_is_not_taken_for_what_it_was():
 
     torch.manual_seed(0)
     model = Net(run, a=linear(5, UNITS), out=linear(UNITS, 3))
-    assert gxd.check(model, X, units_per_group=UNITS).ok
+    assert gxd.verify_plan(model, X, units_per_group=UNITS).ok
 
 
 def test_units_copied_to_known_places_are_found_there():
@@ -177,7 +177,7 @@ def test_units_copied_to_known_places_are_found_there():
 
     torch.manual_seed(0)
     model = Net(run, a=linear(5, UNITS), out=linear(6, 3))
-    report = gxd.check(model, X, units_per_group=UNITS)
+    report = gxd.verify_plan(model, X, units_per_group=UNITS)
     assert report["a"].status == "passed"
     assert report.plan["a"].views[0].columns.flatten().tolist() == [5, 0, 3, 2]
 
@@ -194,4 +194,4 @@ def test_values_written_into_slices_are_found_where_they_were_written():
     plan = gxd.find_units(model, X)
     assert plan["a"].views[0].columns.flatten().tolist() == [4, 5, 6, 7]
     assert plan["b"].views[0].columns.flatten().tolist() == [3, 2, 1, 0]
-    assert all(group.status == "passed" for group in gxd.check(model, X, plan=plan).groups)
+    assert all(group.status == "passed" for group in gxd.verify_plan(model, X, plan=plan).groups)

@@ -102,7 +102,7 @@ def test_a_written_norm_has_the_plan_of_the_module_it_spells_out(name: str):
 @pytest.mark.parametrize("name", [*RMS, *LAYER])
 def test_the_check_confirms_a_written_norm(name: str):
     model = net({**RMS, **LAYER}[name]())
-    report = gxd.check(model, X)
+    report = gxd.verify_plan(model, X)
     assert report["a"].status == "approximate" and report["b"].status == "passed", str(report)
 
 
@@ -190,7 +190,7 @@ def test_other_norms_are_found_by_what_they_do(name: str):
     for group in plan.groups:
         assert group.size == WIDTH and any(norm.couples for norm in group.norms)
         assert {norm.weight for norm in group.norms} - {None} == set((expected[group.name] or "").split())
-    assert gxd.check(model, x, plan=plan).ok
+    assert gxd.verify_plan(model, x, plan=plan).ok
 
 
 def test_a_scale_without_a_norm_is_no_part_of_the_unit():

@@ -291,10 +291,10 @@ class CachesItsType(Net):
 def test_check_and_reset_cost_leave_the_model_and_all_it_reaches_as_it_was(kind, use):
     cached_scale.cache_clear()
     model = kind()
-    plan = gxd.find_units(model, groups=[gxd.hand_group("fc1", consumers="fc2")])
+    plan = gxd.find_units(model, groups=[gxd.manual_group("fc1", consumers="fc2")])
     before = world(model)
     if use == "check":
-        gxd.check(model, X, plan=plan)
+        gxd.verify_plan(model, X, plan=plan)
     else:
         gxd.reset_cost(model, (X, torch.arange(6) % 3), X, plan=plan)
     assert world(model) == before
@@ -304,7 +304,7 @@ def test_check_and_reset_cost_leave_the_model_and_all_it_reaches_as_it_was(kind,
 
 def test_no_run_of_a_check_sees_what_another_has_cached():
     """The weights of each run are others, so that a cache of what was computed from them would be wrong."""
-    report = gxd.check(CachesItsType(), X, plan=gxd.find_units(Net(), X))
+    report = gxd.verify_plan(CachesItsType(), X, plan=gxd.find_units(Net(), X))
     assert report["fc1"].status == "passed"
 
 

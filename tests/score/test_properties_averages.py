@@ -203,7 +203,7 @@ def test_an_average_is_the_weighted_mean_of_what_was_seen_since_the_last_reset(
     cbp = gxd.ContinualBackprop(
         net,
         optimizer,
-        plan=gxd.find_units(net, groups=[gxd.hand_group("0", consumers=["1"])]),
+        plan=gxd.find_units(net, groups=[gxd.manual_group("0", consumers=["1"])]),
         utility="activation",
         replacement_rate=0.0,
         decay=decay,

@@ -66,7 +66,7 @@ class Consumer:
         site: the module whose call shows the input.
         ports: where it shows there: ``input``, the argument of an ordinary layer; ``query``, ``key`` and ``value``,
             the arguments of an attention module; or ``heads``, what its output projection reads.
-        taps: the share of the kernel that one output sees, 1 except for strided transposed convolutions.
+        kernel_share: the share of the kernel that one output sees, 1 except for strided transposed convolutions.
         approximate: why the compensated reset only approximates the clamp, or None.
     """
 
@@ -77,7 +77,7 @@ class Consumer:
     layout: Layout
     site: str
     ports: tuple[str, ...] = ("input",)
-    taps: float = 1.0
+    kernel_share: float = 1.0
     approximate: str | None = None
 
     def __str__(self) -> str:

@@ -225,7 +225,7 @@ def compensation(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Ten
         blocks = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device)
         shift = blocks.index_add_(0, where[0], flow).flatten()  # type: ignore[arg-type]
     sign = 1.0 if consumer.bias is not None else -1.0
-    return [Write(tensors[target], Whole(), shift, times=sign * consumer.taps)]
+    return [Write(tensors[target], Whole(), shift, times=sign * consumer.kernel_share)]
 
 
 def fresh_incoming(

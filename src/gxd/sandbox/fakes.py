@@ -53,7 +53,7 @@ def traced_in_place(model: nn.Module) -> Iterator[None]:
             "the forward pass keeps tensors of the trace where they cannot be taken out: in "
             f"{', '.join(sorted({_describe(one) for one in stuck}))}. They have no values, and a later pass would use "
             "them: clear that cache, or describe the units by hand: gxd.find_units(model, "
-            "groups=[gxd.hand_group('fc1', consumers=['fc2'])])"
+            "groups=[gxd.manual_group('fc1', consumers=['fc2'])])"
         )
 
 

@@ -15,7 +15,7 @@ from gxd.sandbox.substitute import copies, substituted
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
-HAND = [gxd.hand_group("a", consumers="b")]
+HAND = [gxd.manual_group("a", consumers="b")]
 
 
 class Net(nn.Module):
@@ -128,7 +128,7 @@ def assert_as_found(model, before):
 
 
 def checked(model):
-    gxd.check(model, X, plan=gxd.find_units(model, groups=HAND))
+    gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=HAND))
 
 
 def cost(model):
@@ -203,7 +203,7 @@ def test_weights_in_the_same_memory_are_reset_together_so_that_the_check_sees_it
     model.c = nn.Linear(5, 8)
     model.c.weight.data = model.a.weight.data
     model.forward = lambda x: model.b(F.relu(model.a(x))) + model.c(x).sum(1, keepdim=True)
-    assert gxd.check(model, X, plan=plan)["a"].status == "wrong"
+    assert gxd.verify_plan(model, X, plan=plan)["a"].status == "wrong"
 
 
 def test_modes_are_not_switched_by_the_models_own_train():

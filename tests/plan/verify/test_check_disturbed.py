@@ -80,11 +80,11 @@ def test_units_behind_zeros_and_small_scales_are_checked(name):
     build, x, group = HIDDEN[name]
     model = build()
     plan = gxd.find_units(model, x)
-    report = gxd.check(model, x, plan=plan)
+    report = gxd.verify_plan(model, x, plan=plan)
     assert report[group].status == "passed", report
     assert report[group].error < 1e-6
     for mistake, wrong in broken(plan, group):
-        assert gxd.check(model, x, plan=wrong)[group].status == "wrong", mistake
+        assert gxd.verify_plan(model, x, plan=wrong)[group].status == "wrong", mistake
 
 
 def test_a_bias_that_is_wrongly_reset_shows_although_all_are_zero():
@@ -93,14 +93,14 @@ def test_a_bias_that_is_wrongly_reset_shows_although_all_are_zero():
     producer = plan["0"].producers[0]
     wrong = replace(producer, bias_rows=producer.bias_rows.roll(1))
     plan = replace(plan, groups=(replace(plan["0"], producers=(wrong,)),))
-    assert gxd.check(model, X, plan=plan)["0"].status == "wrong"
+    assert gxd.verify_plan(model, X, plan=plan)["0"].status == "wrong"
 
 
 def test_a_norm_entry_that_is_wrongly_reset_shows_although_all_are_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 3))
     for mistake, wrong in broken(gxd.find_units(model, X), "0"):
-        assert gxd.check(model, X, plan=wrong)["0"].status == "wrong", mistake
+        assert gxd.verify_plan(model, X, plan=wrong)["0"].status == "wrong", mistake
 
 
 @pytest.mark.parametrize("kind", ["zero gammas", "zero scales", "batch norms"])
@@ -127,8 +127,8 @@ def test_a_hundred_layers_stay_of_a_sane_size(kind):
         before = float(model(X).abs().max())
         after = float(torch.func.functional_call(model, tensors, (X.double(),)).abs().max())
     assert 0.1 * before < after < 1e6 * before
-    plan = gxd.find_units(model, groups=[gxd.hand_group("a.50", "b.50", norms="inner.50")])
-    assert gxd.check(model, X, plan=plan)["a.50"].status == "passed"
+    plan = gxd.find_units(model, groups=[gxd.manual_group("a.50", "b.50", norms="inner.50")])
+    assert gxd.verify_plan(model, X, plan=plan)["a.50"].status == "passed"
 
 
 def test_a_deep_network_whose_norms_have_seen_nothing_yet_is_checked():
@@ -139,9 +139,9 @@ def test_a_deep_network_whose_norms_have_seen_nothing_yet_is_checked():
     for norm in model[2::3]:
         nn.init.constant_(norm.weight, 0.1)
     plan = gxd.find_units(model, X)
-    report = gxd.check(model, X, plan=plan)
+    report = gxd.verify_plan(model, X, plan=plan)
     assert {g.status for g in report.groups} == {"passed"}, report
-    assert all(gxd.check(model, X, plan=wrong)["1"].status == "wrong" for _, wrong in broken(plan, "1"))
+    assert all(gxd.verify_plan(model, X, plan=wrong)["1"].status == "wrong" for _, wrong in broken(plan, "1"))
     assert not model[2].running_mean.any()
 
 
@@ -182,5 +182,5 @@ def test_a_parameter_that_may_not_be_moved_is_left_alone(kind):
             return self.body(x) / self.eps.sqrt()
 
     model = Rooted()
-    report = gxd.check(model, X, plan=gxd.find_units(model, groups=[gxd.hand_group("body.0", "body.2")]))
+    report = gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=[gxd.manual_group("body.0", "body.2")]))
     assert report["body.0"].status == "passed"

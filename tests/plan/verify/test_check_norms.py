@@ -118,7 +118,7 @@ every_norm = pytest.mark.parametrize("name", NORMS)
 
 def plan_of(model, entries=None):
     """The plan as a tracer that knows the norm makes it."""
-    plan = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
+    plan = gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")])
     trained = [name for name, parameter in model.n.named_parameters() if parameter.requires_grad]
     own = [f"n.{name}" if name in trained else None for name in ("weight", "bias")]
     entries = torch.arange(WIDTH).unsqueeze(1) if entries is None else entries
@@ -130,7 +130,7 @@ def plan_of(model, entries=None):
 def test_a_right_plan_behind_a_norm_is_not_called_wrong(name):
     kind, norm, x = NORMS[name]
     model = kind(norm())
-    report = gxd.check(model, x, plan=plan_of(model))
+    report = gxd.verify_plan(model, x, plan=plan_of(model))
     assert report["a"].status == "approximate", report
 
 
@@ -138,7 +138,7 @@ def test_a_right_plan_behind_a_norm_is_not_called_wrong(name):
 def test_a_reader_missed_behind_a_norm_is_found(name):
     kind, norm, x = NORMS[name]
     model = (ReadTwice if kind is Images else TokensReadTwice)(norm())
-    report = gxd.check(model, x, plan=plan_of(model))
+    report = gxd.verify_plan(model, x, plan=plan_of(model))
     assert report["a"].status == "wrong" and "past the claimed consumers" in report["a"].detail
 
 
@@ -146,13 +146,16 @@ def test_a_reader_missed_behind_a_norm_is_found(name):
 def test_the_entries_of_other_units_are_found(name):
     kind, norm, x = NORMS[name]
     model = kind(norm())
-    assert gxd.check(model, x, plan=plan_of(model, torch.arange(WIDTH).roll(1).unsqueeze(1)))["a"].status == "wrong"
+    rolled = plan_of(model, torch.arange(WIDTH).roll(1).unsqueeze(1))
+    assert gxd.verify_plan(model, x, plan=rolled)["a"].status == "wrong"
+        gxd.verify_plan(model, x, plan=plan_of(model, torch.arange(WIDTH).roll(1).unsqueeze(1)))["a"].status == "wrong"
+    )
 
 
 @pytest.mark.parametrize("x", [SQUARE, LONG], ids=["square", "long"])
 def test_the_traced_plan_of_a_norm_over_channels_holds(x):
     model = Images(ChannelsFirst(WIDTH))
-    assert gxd.check(model, x)["a"].status == "approximate"
+    assert gxd.verify_plan(model, x)["a"].status == "approximate"
 
 
 def test_a_norm_that_is_called_twice_is_frozen_call_by_call():
@@ -161,7 +164,7 @@ def test_a_norm_that_is_called_twice_is_frozen_call_by_call():
             return self.b(F.gelu(self.n(self.a(x)) + self.n(2 * self.a(x).square())))
 
     model = Twice(nn.LayerNorm(WIDTH))
-    assert gxd.check(model, TOKENS, plan=plan_of(model))["a"].status == "approximate"
+    assert gxd.verify_plan(model, TOKENS, plan=plan_of(model))["a"].status == "approximate"
 
 
 @pytest.mark.parametrize("kind", ["weight used without the module", "weight of a larger module"])
@@ -187,8 +190,8 @@ def test_a_norm_that_cannot_be_told_apart_proves_nothing_against_a_plan(kind):
         plan = plan_of(model)
     else:
         model = nn.Sequential(Owner())
-        plan = gxd.find_units(model, groups=[gxd.hand_group("0.a", consumers="0.b")])
+        plan = gxd.find_units(model, groups=[gxd.manual_group("0.a", consumers="0.b")])
         norm = Norm("0", "0.weight", None, None, None, torch.arange(WIDTH).unsqueeze(1), couples=True)
         plan = replace(plan, groups=(replace(plan["0.a"], norms=(norm,)),))
-    report = gxd.check(model, TOKENS, plan=plan)
+    report = gxd.verify_plan(model, TOKENS, plan=plan)
     assert report.groups[0].status == "approximate", report

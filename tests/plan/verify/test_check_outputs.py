@@ -78,10 +78,10 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_there_is_a_verdict_on_whatever_a_model_returns(name):
     model = Net(ENDS[name])
-    plan = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
-    assert gxd.check(model, X, plan=plan)["a"].status == "passed"
+    plan = gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")])
+    assert gxd.verify_plan(model, X, plan=plan)["a"].status == "passed"
     for mistake, wrong in broken(plan, "a"):
-        assert gxd.check(model, X, plan=wrong)["a"].status == "wrong", mistake
+        assert gxd.verify_plan(model, X, plan=wrong)["a"].status == "wrong", mistake
 
 
 INPUTS = {"dict": {"x": X}, "tuple": (X,), "half": {"x": X.bfloat16()}, "leaf": {"x": X.clone().requires_grad_()}}
@@ -89,7 +89,7 @@ INPUTS = {"dict": {"x": X}, "tuple": (X,), "half": {"x": X.bfloat16()}, "leaf": 
 
 def test_outputs_whose_shape_depends_on_the_units_prove_nothing():
     model = Net(lambda z: z[z > 0])
-    report = gxd.check(model, X, plan=gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")]))
+    report = gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")]))
     assert report["a"].status == "inconclusive" and "shapes" in report["a"].detail
 
 
@@ -97,14 +97,14 @@ def test_an_output_does_not_hide_behind_a_larger_one():
     """The units leak into an output that is small beside another, which they reach as the plan says."""
     model = Net(lambda z: z)
     model.forward = lambda x: (1e6 * model.b(h := F.relu(model.a(x))), 1e-6 * h.sum(1))
-    plan = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
-    assert gxd.check(model, X, plan=plan)["a"].status == "wrong"
+    plan = gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")])
+    assert gxd.verify_plan(model, X, plan=plan)["a"].status == "wrong"
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs_come_in_any_form(name):
     model = Net(lambda z: z).to(torch.bfloat16 if name == "half" else torch.float32)
-    assert gxd.check(model, INPUTS[name])["a"].status == "passed"
+    assert gxd.verify_plan(model, INPUTS[name])["a"].status == "passed"
 
 
 def test_whole_numbers_go_in_and_out():
@@ -118,9 +118,9 @@ def test_whole_numbers_go_in_and_out():
             return self.b(F.relu(self.a(self.words(ids) * mask.unsqueeze(-1)))).argmax(-1)
 
     model = Words()
-    plan = gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
+    plan = gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")])
     inputs = {"ids": torch.arange(8).view(2, 4), "mask": torch.ones(2, 4, dtype=torch.bool)}
-    assert gxd.check(model, inputs, plan=plan)["a"].status == "passed"
+    assert gxd.verify_plan(model, inputs, plan=plan)["a"].status == "passed"
 
 
 def test_an_expert_that_is_given_nothing_proves_nothing():
@@ -137,8 +137,8 @@ def test_an_expert_that_is_given_nothing_proves_nothing():
             return out
 
     model = Experts()
-    hand = [gxd.hand_group(f"up.{i}", consumers=f"down.{i}") for i in range(2)]
-    report = gxd.check(model, X, plan=gxd.find_units(model, groups=hand))
+    hand = [gxd.manual_group(f"up.{i}", consumers=f"down.{i}") for i in range(2)]
+    report = gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=hand))
     assert [g.status for g in report.groups] == ["passed", "inconclusive"]
     assert "'down.1' is not called" in report["up.1"].detail
 
@@ -146,5 +146,5 @@ def test_an_expert_that_is_given_nothing_proves_nothing():
 def test_outputs_that_differ_from_run_to_run_are_not_blamed_on_the_plan():
     numbers = count(1)  # an iterator cannot be put back
     model = Net(lambda z: z * next(numbers))
-    report = gxd.check(model, X, plan=gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")]))
+    report = gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")]))
     assert report["a"].status == "inconclusive" and "from run to run" in report["a"].detail

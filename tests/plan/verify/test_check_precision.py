@@ -26,7 +26,7 @@ class Two(nn.Module):
 
 
 def plan_of(model):
-    return gxd.find_units(model, groups=[gxd.hand_group("a", consumers="b")])
+    return gxd.find_units(model, groups=[gxd.manual_group("a", consumers="b")])
 
 
 def insist_on_single_precision(model, error):
@@ -58,11 +58,11 @@ INSISTENT = {
 @pytest.mark.parametrize("name", INSISTENT)
 def test_a_model_that_insists_on_single_precision_is_checked_in_it(name):
     model = Two(INSISTENT[name])
-    report = gxd.check(model, X, plan=plan_of(model))
+    report = gxd.verify_plan(model, X, plan=plan_of(model))
     assert report["a"].status == "passed"
     assert "float32" in str(report)
     for mistake, plan in broken(plan_of(model), "a"):
-        assert gxd.check(model, X, plan=plan)["a"].status == "wrong", mistake
+        assert gxd.verify_plan(model, X, plan=plan)["a"].status == "wrong", mistake
 
 
 @pytest.mark.parametrize("error", [KeyError("float64"), NotImplementedError("kernel"), TypeError("float64")], ids=repr)
@@ -71,8 +71,8 @@ def test_single_precision_gives_the_verdicts_of_double_precision(name, error):
     model, batch, options = make(name)
     x = batch(4)[0]
     plan = gxd.find_units(model, x, **options)
-    double = gxd.check(model, x, plan=plan)
-    single = gxd.check(insist_on_single_precision(model, error), x, plan=plan)
+    double = gxd.verify_plan(model, x, plan=plan)
+    single = gxd.verify_plan(insist_on_single_precision(model, error), x, plan=plan)
     assert [g.status for g in single.groups] == [g.status for g in double.groups]
     assert "float32" in str(single) and "float32" not in str(double)
 
@@ -85,7 +85,7 @@ def test_a_wrong_plan_is_found_in_single_precision_too(name):
     insist_on_single_precision(model, RuntimeError("expected float"))
     for group in plan.groups:
         for mistake, wrong in broken(plan, group.name):
-            report = gxd.check(model, x, plan=wrong)
+            report = gxd.verify_plan(model, x, plan=wrong)
             # What is approximate anyway may stay so; nothing that is wrong is passed.
             allowed = ("wrong", "approximate") if group.approximate else ("wrong",)
             assert report.groups[0].status in allowed, f"{mistake}: {report}"
@@ -101,23 +101,27 @@ def test_a_model_that_fails_in_double_precision_only_with_its_units_clamped_is_c
             return super().forward(x)
 
     model = Two(lambda m, x: m.b(m.a(x)), Picky)
-    report = gxd.check(model, X, plan=plan_of(model))
+    report = gxd.verify_plan(model, X, plan=plan_of(model))
     assert report["a"].status == "passed" and "float32" in report["a"].detail
 
 
 def test_a_model_that_runs_in_its_own_types_only_is_checked_in_them():
     model = Two(lambda m, x: m.b(F.relu(m.a(x.to(torch.bfloat16))))).to(torch.bfloat16)
-    report = gxd.check(model, X, plan=plan_of(model))
+    report = gxd.verify_plan(model, X, plan=plan_of(model))
     assert report["a"].status == "passed" and "bfloat16" in report["a"].detail
-    assert [gxd.check(model, X, plan=plan)["a"].status for _, plan in broken(plan_of(model), "a")] == ["wrong", "wrong"]
+    statuses = [gxd.verify_plan(model, X, plan=plan)["a"].status for _, plan in broken(plan_of(model), "a")]
+    assert statuses == ["wrong", "wrong"]
+        "wrong",
+        "wrong",
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_outputs_of_low_precision_do_not_blur_the_verdict(dtype):
     model = Two(lambda m, x: m.b(F.relu(m.a(x))).to(dtype))
-    assert gxd.check(model, X, plan=plan_of(model))["a"].status == "passed"
+    assert gxd.verify_plan(model, X, plan=plan_of(model))["a"].status == "passed"
     for mistake, plan in broken(plan_of(model), "a"):
-        assert gxd.check(model, X, plan=plan)["a"].status == "wrong", mistake
+        assert gxd.verify_plan(model, X, plan=plan)["a"].status == "wrong", mistake
 
 
 def test_sums_in_single_precision_inside_a_double_model_are_no_errors():
@@ -128,14 +132,14 @@ def test_sums_in_single_precision_inside_a_double_model_are_no_errors():
             return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
     model = Two(lambda m, x: m.b(1e-4 * torch.tanh(m.a(x))) + 1.0, Single)
-    report = gxd.check(model, X, plan=plan_of(model), tolerance=1e-9)
+    report = gxd.verify_plan(model, X, plan=plan_of(model), tolerance=1e-9)
     assert report["a"].status == "passed" and "float32" in report["a"].detail
 
 
 def test_a_model_that_runs_in_no_precision_raises_its_own_error():
     model = Two(lambda m, x: m.b(m.a(x)).view(7, 7))
     with pytest.raises(RuntimeError, match="shape '\\[7, 7\\]' is invalid"):
-        gxd.check(model, X, plan=plan_of(model))
+        gxd.verify_plan(model, X, plan=plan_of(model))
 
 
 def test_a_group_that_cannot_be_clamped_does_not_stop_the_others():
@@ -147,7 +151,7 @@ def test_a_group_that_cannot_be_clamped_does_not_stop_the_others():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Refuses(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    groups = [gxd.hand_group("0", consumers="2"), gxd.hand_group("2", consumers="4")]
-    report = gxd.check(model, X, plan=gxd.find_units(model, groups=groups))
+    groups = [gxd.manual_group("0", consumers="2"), gxd.manual_group("2", consumers="4")]
+    report = gxd.verify_plan(model, X, plan=gxd.find_units(model, groups=groups))
     assert [g.status for g in report.groups] == ["inconclusive", "passed"]
     assert "a constant column" in report["0"].detail

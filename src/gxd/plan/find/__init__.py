@@ -51,7 +51,7 @@ def find_units(
             called as ``f(tensor, generator=...)`` on the whole weight. Default: the distribution the weights have now.
         residual: what to do with coordinates of a residual stream, written by several layers: ``"skip"`` or
             ``"group"`` (reset the rows of all writers and the columns of all readers together).
-        groups: hand-written groups (:func:`gxd.hand_group`); they replace traced groups of the same producers.
+        groups: hand-written groups (:func:`gxd.manual_group`); they replace traced groups of the same producers.
         batch_dim: the axis of the inputs that counts examples.
 
     Example::
@@ -68,7 +68,7 @@ def find_units(
             if isinstance(groups, (list, tuple))
             else groups
         )
-        raise TypeError(f"groups must be a list of gxd.hand_group(...), got {kind.__name__}")
+        raise TypeError(f"groups must be a list of gxd.manual_group(...), got {kind.__name__}")
     model = unwrap(model)
     if example_inputs is None:
         if not groups:

@@ -92,7 +92,7 @@ class _Draft:
             call.layout,
             call.site,
             call.ports,
-            call.taps,
+            call.kernel_share,
             call.approximate,
         )
         key = (call.source, call.axis, tuple(columns.flatten().tolist()))

@@ -74,7 +74,7 @@ class LayerCall:
     units: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labels of the rows
     running_mean: str | None = None
     approximate: str | None = None
-    taps: float = 1.0
+    kernel_share: float = 1.0
     without_grad: bool = False
 
 

@@ -26,7 +26,7 @@ _COUPLING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class HandGroup:
-    """Names of the layers of a hand-written group. See :func:`gxd.hand_group`."""
+    """Names of the layers of a hand-written group. See :func:`gxd.manual_group`."""
 
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
@@ -35,7 +35,7 @@ class HandGroup:
     batch_axis: int
 
 
-def hand_group(
+def manual_group(
     producers: str | Sequence[str],
     consumers: str | Sequence[str],
     norms: str | Sequence[str] = (),
@@ -55,10 +55,10 @@ def hand_group(
 
     Example::
 
-        plan = gxd.find_units(model, groups=[gxd.hand_group("conv1", consumers=["conv2"], norms=["bn1"])])
+        plan = gxd.find_units(model, groups=[gxd.manual_group("conv1", consumers=["conv2"], norms=["bn1"])])
     """
     if not isinstance(batch_axis, int) or isinstance(batch_axis, bool) or batch_axis < 0:
-        raise ValueError(f"hand_group: batch_axis={batch_axis!r} must be an axis of the consumers' input, 0 or more")
+        raise ValueError(f"manual_group: batch_axis={batch_axis!r} must be an axis of the consumers' input, 0 or more")
     return HandGroup(
         _names(producers, "producers"),
         _names(consumers, "consumers"),
@@ -149,13 +149,13 @@ def _view(name: str, module: nn.Module, layout: Layout, size: int, hand: HandGro
     bias = _bias(name, module)
     frozen = bias is None and getattr(module, "bias", None) is not None
     approximate = None if bias else "its bias is frozen" if frozen else "no bias to take the mean"
-    taps = 1.0
+    kernel_share = 1.0
     if layout.family == CONV and any(_pads(module)):
         approximate = approximate or "padding"
     elif layout.family == CONV_TRANSPOSE:
         approximate = approximate or "transposed kernel"
-        taps = 1.0 / float(torch.tensor(module.stride).prod())
-    consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, ("input",), taps, approximate)
+        kernel_share = 1.0 / float(torch.tensor(module.stride).prod())
+    consumer = Consumer(name, f"{name}.weight", bias, None, layout, name, ("input",), kernel_share, approximate)
     axis = -1 if layout.family not in (CONV, CONV_TRANSPOSE) else -(_weight(module).dim() - 1)
     return View((consumer,), index, axis, hand.batch_axis)
 
@@ -222,11 +222,11 @@ def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
     several = (names,) if isinstance(names, str) else names
     if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) for name in several):
         raise TypeError(
-            f"hand_group: {argument} must be the name of a module, or a list of names, got {type(names).__name__}"
+            f"manual_group: {argument} must be the name of a module, or a list of names, got {type(names).__name__}"
         )
     repeated = [name for name in several if several.count(name) > 1]
     if repeated:
-        raise PlanError(f"hand_group: {argument} names {repeated[0]!r} twice")
+        raise PlanError(f"manual_group: {argument} names {repeated[0]!r} twice")
     return tuple(several)
 
 
@@ -236,7 +236,7 @@ def _index(columns: Tensor | Sequence[Sequence[int]] | None) -> Tensor | None:
     try:
         index = torch.as_tensor(columns)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"hand_group: columns must be integers, (n, k), got {type(columns).__name__}") from error
+        raise TypeError(f"manual_group: columns must be integers, (n, k), got {type(columns).__name__}") from error
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(f"hand_group: columns must be integers, (n, k), got {index.dtype}")
+        raise TypeError(f"manual_group: columns must be integers, (n, k), got {index.dtype}")
     return index.long()

@@ -90,7 +90,7 @@ def _trace(model: nn.Module, call: Call) -> Trace:
         "If the message is about the inputs, fix example_inputs (a tensor, a tuple, or a dict of keyword arguments; a "
         "batch of two; or a list of such calls). If the forward pass depends on the values of its inputs, trace a part "
         "of the model (gxd.find_units(model.backbone, ...)), or describe the units by hand: gxd.find_units(model, "
-        "groups=[gxd.hand_group('fc1', consumers=['fc2'])])."
+        "groups=[gxd.manual_group('fc1', consumers=['fc2'])])."
     ) from None
 
 

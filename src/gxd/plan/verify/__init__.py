@@ -71,7 +71,7 @@ class CheckReport:
         return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in counts.items() if n)])
 
 
-def check(
+def verify_plan(
     model: nn.Module,
     example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any],
     *,

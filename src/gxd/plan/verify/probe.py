@@ -1,4 +1,4 @@
-"""Runs of a model on copies of its tensors, with units clamped: what :func:`gxd.check` compares."""
+"""Runs of a model on copies of its tensors, with units clamped: what :func:`gxd.verify_plan` compares."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def conv_transpose(engine: Engine, node: fx.Node, args: list[Any], kwargs: dict[
     """
     stride = _as_list(args[3] if len(args) > 3 else 1)
     rank = args[1].unit.dim() - 2
-    taps = 1.0 / prod(stride * rank if len(stride) == 1 else stride)
+    kernel_share = 1.0 / prod(stride * rank if len(stride) == 1 else stride)
     layout = Layout(CONV_TRANSPOSE, args[6] if len(args) > 6 else 1)
-    return _layer(engine, node, args, (0, 1, 2), layout, axis=-(rank + 1), padded=True, taps=taps)
+    return _layer(engine, node, args, (0, 1, 2), layout, axis=-(rank + 1), padded=True, kernel_share=kernel_share)
 
 
 @rule("addmm")
@@ -96,7 +96,7 @@ def _layer(
     layout: Layout,
     axis: int,
     padded: bool = False,
-    taps: float = 1.0,
+    kernel_share: float = 1.0,
 ) -> Any:
     """A product with a weight. ``places`` are those of the input, the weight and the bias among the arguments."""
     value, weight = args[places[0]], args[places[1]]
@@ -139,7 +139,7 @@ def _layer(
     )
     uses = ((node, weight), (added or node, bias))
     engine.noted |= {(user, v.parameter) for user, v in uses if v is not None and v.parameter is not None}
-    call.taps = taps
+    call.kernel_share = kernel_share
     call.without_grad = engine.without_grad(caller)
     if not call.ports:
         reason = f"read by a part of the packed projection of '{name}', which cannot be written alone"
