@@ -21,7 +21,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # Recurrent layers keep their weights in a list, and bring it up to date at each call.
 _MENDED = ("_flat_weights", "_flat_weight_refs")
 _kind = attrgetter("requires_grad", "dtype", "device", "shape")
-_gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_gradient_hooks = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 
 
 class Watch:
@@ -54,7 +54,10 @@ class Watch:
         except Exception:  # tensors, or arrays, of which one has taken the place of the other
             return False
         kinds, objects = self._tensors()
-        if kinds != self._kinds or len(objects) != len(self._objects) or self._hooked() is not None:
+        if kinds != self._kinds or len(objects) != len(self._objects):
+            return False
+        tensors = objects[: len(kinds) // 2]
+        if any(map(_gradient_hooks[0], tensors)) or any(map(_gradient_hooks[1], tensors)):
             return False
         return all(map(is_, objects, self._objects)) or all(map(_same, objects, self._objects))
 
@@ -92,8 +95,10 @@ class Watch:
             return "all modules have a hook (torch.nn.modules.module.register_module_...)"
         if any(hook not in mine for held in self._optimizer_hooks() for hook in held.values()):
             return "the optimizer has step hooks of its own"
-        hooked = self._hooked()
-        return None if hooked is None else f"the parameter {self.recipe.name(hooked)!r} has a hook on its gradient"
+        for number, tensor in enumerate(self.recipe.tensors()):
+            if any(hooks(tensor) for hooks in _gradient_hooks):  # one that was removed leaves an empty dict
+                return f"the parameter {self.recipe.name(number)!r} has a hook on its gradient"
+        return None
 
     def _tensors(self) -> tuple[list[Any], list[Any]]:
         """What the tensors are like, and the objects themselves: they are compared by identity."""
@@ -101,11 +106,6 @@ class Watch:
         trained = [p for group in self.optimizer.param_groups for p in (*group["params"], None)]
         kinds = [*map(_kind, tensors), *map(Tensor.stride, tensors)]
         return kinds, [*tensors, *trained, *[read() for read in self._reads]]
-
-    def _hooked(self) -> int | None:
-        """The number of a tensor that has a hook on its gradient. A hook that was removed leaves an empty dict."""
-        hooks = map(_gradient_hooks, self.recipe.tensors())
-        return next((number for number, (one, two) in enumerate(hooks) if one or two), None)
 
     def _optimizer_hooks(self) -> list[Mapping[int, Any]]:
         return [

@@ -1,0 +1,93 @@
+"""What the compiler does not do by itself for small batches: rewrites of a step's graph, after its mutations were moved
+to the end and before it is compiled. Each gives the same numbers but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+FEW_ROWS = 64  # where a product takes its time to begin with
+MOST_USES = 4  # of a weight: a recurrent layer has hundreds, one after the other
+
+
+class Rewrites(CustomGraphPass):
+    """All of them, for the options of the compiler."""
+
+    def __call__(self, graph: Graph) -> None:
+        add_biases_last(graph)
+        multiply_at_once(graph)
+
+    def uuid(self) -> str:
+        """What is compiled is kept on disk, under this among other things."""
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def add_biases_last(graph: Graph) -> None:
+    """``addmm`` begins by writing the bias to all rows; the function that comes next adds it in passing."""
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        bias, left, right = node.args
+        if not node.kwargs and bias.meta["val"].dim() == 1:
+            with graph.inserting_before(node):
+                product = _call(graph, aten.mm.default, left, right)
+                node.replace_all_uses_with(_call(graph, aten.add.Tensor, product, bias))
+            graph.erase_node(node)
+
+
+def multiply_at_once(graph: Graph) -> None:
+    """Products with the same matrix become one: the gradients of the loss and of the output, in each layer."""
+    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
+        return  # another order would give other random numbers
+    products: dict[Any, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+        products.setdefault(_matrix(node.args[1]), []).append(node)
+    for nodes in products.values():
+        rows = [node.meta["val"].shape[0] for node in nodes]
+        if not 2 <= len(nodes) <= MOST_USES or min(rows) > FEW_ROWS or not _independent(nodes):
+            continue
+        with graph.inserting_before(nodes[0]):
+            stacked = _call(graph, aten.cat.default, [node.args[0] for node in nodes])
+            product = _call(graph, aten.mm.default, stacked, nodes[0].args[1])
+            for node, (start, end) in zip(nodes, pairwise(accumulate(rows, initial=0)), strict=True):
+                node.replace_all_uses_with(_call(graph, aten.slice.Tensor, product, 0, start, end))
+        for node in nodes:
+            graph.erase_node(node)
+        stable_topological_sort(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        graph.output_node().prepend(node)  # mutations stay where they were, at the end
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    values = torch.fx.node.map_arg(args, lambda arg: arg.meta["val"])
+    node.meta["val"] = target(*values)
+    return node
+
+
+def _matrix(node: Any) -> tuple[Node, int]:
+    """The matrix behind transpositions, and how many there were."""
+    times = 0
+    while node.target in (aten.permute.default, aten.t.default):
+        node, times = node.args[0], times + 1
+    return node, times % 2
+
+
+def _independent(nodes: list[Node]) -> bool:
+    """Whether none of them needs another's result."""
+    for node in nodes:
+        behind = {node}
+        queue = [node]
+        for one in queue:
+            queue += [other for other in one.all_input_nodes if other not in behind]
+            behind.update(one.all_input_nodes)
+        if len(behind.intersection(nodes)) > 1:
+            return False
+    return True
