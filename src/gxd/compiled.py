@@ -5,7 +5,8 @@ Resets stay outside, between two steps. ``gxd.program`` does the tracing and com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,10 @@ class CompiledStep:
             self._look()
         program = self._program(inputs, target) if self.why_eager is None else None
         result = program(inputs, target) if program is not None else None
-        return self._eager(inputs, target) if result is None else result
+        if result is not None:
+            return result
+        with nullcontext() if self.why_eager else _as_written():
+            return self._eager(inputs, target)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -204,7 +208,7 @@ class CompiledStep:
 
     def _make(self, inputs: Any, target: Any) -> Program | None:
         try:
-            with self._watch.undone() as changed:
+            with self._watch.undone() as changed, _as_written():
                 program = Program(self._recipe, inputs, target)
         except StateMissing:
             return None  # the eager step makes it
@@ -241,6 +245,13 @@ class CompiledStep:
         self._watches.clear()  # they keep what they have seen
         del self._watch
         warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """What is compiled by itself (``model.compile()``, a loss) runs as it was written: the step is compiled whole."""
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def _impossible(

@@ -26,7 +26,9 @@ class ObservationWarning(UserWarning):
 
 
 class CompileWarning(UserWarning):
-    """A compiled step could not be compiled, and runs eagerly. The message says why."""
+    """A compiled step could not be compiled, and runs eagerly; or a compiled model cannot stay compiled while it is
+    observed. The message says why.
+    """
 
 
 def warn(message: str, category: type[Warning]) -> None:
