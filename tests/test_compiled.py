@@ -407,9 +407,11 @@ def test_what_cannot_be_a_step_is_refused_with_the_remedy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("utility", ["gxd", "gxd_sketch", "random"])  # signs from outside, a generator within
-def test_the_compiled_mlp_gives_the_numbers_of_the_eager_loop_through_resets(utility):
-    Loop(mlp(), batches(STEPS), utility=utility).compare(rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(  # signs from outside, a generator within, all directions at once
+    ("utility", "name"), [("gxd", "sgd"), ("gxd_sketch", "adam"), ("random", "sgd"), ("gxd_all_logit", "sgd")]
+)
+def test_the_compiled_mlp_gives_the_numbers_of_the_eager_loop_through_resets(utility, name):
+    Loop(mlp(), batches(STEPS), OPTIMIZERS[name], utility=utility).compare(rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gxd import program
 from gxd.fuse import FEW_ROWS, Rewrites, add_biases_last, multiply_at_once
 
 aten = torch.ops.aten
@@ -79,3 +80,54 @@ def test_what_is_written_is_written_after_it_was_read():
     assert (before, after) == (3, 2)
     torch.testing.assert_close(given[2], tensors[2] - 1)
     assert [node.target for node in graph.graph.nodes][-2] == aten.copy_.default
+
+
+def sgd(x, y, w, b):
+    gradient = x.t() @ torch.relu(y)
+    read = y @ w
+    w.copy_(w - b[0] * gradient)
+    return read
+
+
+def test_a_step_of_descent_is_written_by_the_product_and_after_the_weights_were_read():
+    graph, before, after, (tensors, given) = rewritten(sgd, 6, 6)
+    assert (before, after) == (2, 1) and count(graph, aten.addmm_.default) == 1 and not count(graph, aten.copy_.default)
+    x, y, w, b = tensors
+    torch.testing.assert_close(given[2], w - b[0] * x.t() @ torch.relu(y))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y, w, b: w.copy_(w - b * (x.t() @ y)),  # a rate of its own for each column
+        lambda x, y, w, b: w.copy_(y - b[0] * (x.t() @ y)),
+        lambda x, y, w, b: w.copy_(w - b[0] * (x.t() @ y + w)),
+        lambda x, y, w, b: w.copy_((w.bfloat16() - b[0] * (x.t().bfloat16() @ y.bfloat16())).float()),
+    ],
+)
+def test_another_change_of_a_weight_is_left(change):
+    graph, *_ = rewritten(change, 6, 6)
+    assert not count(graph, aten.addmm_.default)
+
+
+def test_weights_that_are_read_after_the_step_are_left():
+    def with_utility(x, y, w, b):
+        new = w - b[0] * (x.t() @ y)
+        w.copy_(new)
+        return new.abs().sum()
+
+    graph, *_ = rewritten(with_utility, 6, 6)
+    assert not count(graph, aten.addmm_.default)
+
+
+def test_a_compiler_that_refuses_the_rewrites_compiles_without_them(monkeypatch):
+    tried = []
+
+    def refuses(graph, example, options):
+        tried.append("post_grad_custom_post_pass" in options)
+        return 1 / 0 if tried[-1] else graph
+
+    monkeypatch.setattr("torch._inductor.compile", refuses)
+    x = torch.ones(2)
+    graph = make_fx(lambda x: x + 1)(x)
+    assert program.compile_graph(graph, [x]) is graph and tried == [True, False]

@@ -5,6 +5,9 @@ to the end and before it is compiled. Each gives the same numbers but for the or
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,26 @@ class Rewrites(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         add_biases_last(graph)
         multiply_at_once(graph)
+        descend_in_place(graph)
 
     def uuid(self) -> str:
         """What is compiled is kept on disk, under this among other things."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """The compiler logs that it calls ``addmm_`` through the dispatcher, which is as well."""
+    log = logging.getLogger("torch._inductor.ir")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "addmm_" not in record.getMessage()
+
+    log.addFilter(other)
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
 
 
 def add_biases_last(graph: Graph) -> None:
@@ -63,6 +82,33 @@ def multiply_at_once(graph: Graph) -> None:
         stable_topological_sort(graph)
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         graph.output_node().prepend(node)  # mutations stay where they were, at the end
+
+
+def descend_in_place(graph: Graph) -> None:
+    """``p - lr * a @ b``, as SGD has it, is written by the product itself: the gradient need not be kept and read."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        difference = _args(node.args[1], aten.sub.Tensor)
+        scaled = _args(difference[1], aten.mul.Tensor) if difference and difference[0] is node.args[0] else ()
+        product = _args(scaled[1], aten.mm.default) if scaled else ()
+        if (
+            not product
+            or scaled[0].meta["val"].dim()
+            or product[0].meta["val"].dtype not in (torch.float, torch.double)
+        ):
+            continue
+        with graph.inserting_before(node):
+            left = _call(graph, aten.mul.Tensor, _call(graph, aten.neg.default, scaled[0]), product[0])
+            written = graph.call_function(aten.addmm_.default, (node.args[0], left, product[1]))
+            written.meta["val"] = node.args[0].meta["val"]
+        node.replace_all_uses_with(written)
+        for one in (node, node.args[1], difference[1], scaled[1]):
+            graph.erase_node(one)
+
+
+def _args(node: Any, target: Any) -> tuple[Any, ...]:
+    """The operands of a node that is this function, and whose result nothing else uses."""
+    fits = isinstance(node, Node) and node.target == target and len(node.users) == 1 and not node.kwargs
+    return node.args if fits else ()
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
