@@ -415,6 +415,21 @@ def test_the_compiled_mlp_gives_the_numbers_of_the_eager_loop_through_resets(uti
 
 
 @pytest.mark.slow
+def test_weights_are_read_by_a_compiled_step_before_it_writes_them():
+    class Factors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = (nn.Parameter(torch.randn(12, 12) / 4) for _ in range(2))
+
+        def forward(self, x):
+            return self.a @ self.b  # the gradient of each is a product with the other
+
+    loss = lambda output, _: output.square().mean()
+    Loop(Factors(), batches(10), loss=loss, utility=None).compare()
+
+
+@pytest.mark.slow
 def test_the_compiled_resnet_gives_the_numbers_of_the_eager_loop_through_resets():
     # In double precision: twenty steps of momentum and BatchNorm on eight examples multiply the rounding of single.
     model, batch, options = make("resnet_coordinates")

@@ -57,6 +57,7 @@ def test_products_with_the_same_matrix_become_one_though_the_first_is_used_befor
         ("one needs the other", lambda x, w, b: (x @ w) @ w, (5,)),
         ("one needs the other in each chain", two_chains, (5, 7)),
         ("one matrix is the other, transposed", lambda x, y, w, b: (x @ w, y @ w.t()), (5, 7)),
+        ("one is permuted to itself", lambda x, y, w, b: (x @ w.t(), y @ w.permute(0, 1)), (5, 7)),
         ("many rows", lambda x, y, w, b: (x @ w, y @ w), (FEW_ROWS + 1, FEW_ROWS + 2)),
         ("random numbers", lambda x, y, w, b: (torch.bernoulli(x * 0 + 0.5).sum() * 0 + x @ w, y @ w), (5, 7)),
     ],
@@ -102,12 +103,27 @@ def test_a_step_of_descent_is_written_by_the_product_and_after_the_weights_were_
         lambda x, y, w, b: w.copy_(w - b * (x.t() @ y)),  # a rate of its own for each column
         lambda x, y, w, b: w.copy_(y - b[0] * (x.t() @ y)),
         lambda x, y, w, b: w.copy_(w - b[0] * (x.t() @ y + w)),
+        lambda x, y, w, b: w.copy_(w - b[0] * (x.t() @ w)),
+        lambda x, y, w, b: w.copy_(w - b[0] * (x.t() @ w.flatten().view(6, 6).t())),
         lambda x, y, w, b: w.copy_((w.bfloat16() - b[0] * (x.t().bfloat16() @ y.bfloat16())).float()),
     ],
 )
 def test_another_change_of_a_weight_is_left(change):
     graph, *_ = rewritten(change, 6, 6)
     assert not count(graph, aten.addmm_.default)
+
+
+def test_a_product_of_weights_that_are_both_changed_is_left():
+    def penalty(x, y, w, b):
+        first, second = x - b[0] * (y.t() @ w.t()), w - b[0] * (x.t() @ y)
+        x.copy_(first)
+        w.copy_(second)
+
+    graph, _, _, (tensors, given) = rewritten(penalty, 6, 6)
+    assert not count(graph, aten.addmm_.default)
+    x, y, w, b = tensors
+    torch.testing.assert_close(given[0], x - b[0] * (y.t() @ w.t()))
+    torch.testing.assert_close(given[2], w - b[0] * (x.t() @ y))
 
 
 def test_weights_that_are_read_after_the_step_are_left():

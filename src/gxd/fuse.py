@@ -86,7 +86,9 @@ def multiply_at_once(graph: Graph) -> None:
 
 def descend_in_place(graph: Graph) -> None:
     """``p - lr * a @ b``, as SGD has it, is written by the product itself: the gradient need not be kept and read."""
-    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    changed = {node.args[0] for node in copies}
+    for node in copies:
         difference = _args(node.args[1], aten.sub.Tensor)
         scaled = _args(difference[1], aten.mul.Tensor) if difference and difference[0] is node.args[0] else ()
         product = _args(scaled[1], aten.mm.default) if scaled else ()
@@ -94,6 +96,7 @@ def descend_in_place(graph: Graph) -> None:
             not product
             or scaled[0].meta["val"].dim()
             or product[0].meta["val"].dtype not in (torch.float, torch.double)
+            or any(_owner(one) in changed for one in product)  # it would be read too late
         ):
             continue
         with graph.inserting_before(node):
@@ -111,6 +114,13 @@ def _args(node: Any, target: Any) -> tuple[Any, ...]:
     return node.args if fits else ()
 
 
+def _owner(node: Any) -> Any:
+    """What a view is a view of."""
+    while node.op == "call_function" and node.target._schema.arguments[0].alias_info is not None:
+        node = node.args[0]
+    return node
+
+
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
     node = graph.call_function(target, args)
     values = torch.fx.node.map_arg(args, lambda arg: arg.meta["val"])
@@ -118,12 +128,12 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
     return node
 
 
-def _matrix(node: Any) -> tuple[Node, int]:
-    """The matrix behind transpositions, and how many there were."""
-    times = 0
-    while node.target in (aten.permute.default, aten.t.default):
-        node, times = node.args[0], times + 1
-    return node, times % 2
+def _matrix(node: Any) -> tuple[Node, bool]:
+    """The matrix behind transpositions, and whether they leave it transposed."""
+    transposed = False
+    while node.target == aten.t.default or (node.target == aten.permute.default and list(node.args[1]) == [1, 0]):
+        node, transposed = node.args[0], not transposed
+    return node, transposed
 
 
 def _independent(nodes: list[Node]) -> bool:
