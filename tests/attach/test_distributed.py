@@ -264,6 +264,7 @@ def assert_agree(left: tuple[gxd.ContinualBackprop, nn.Module], right: tuple[gxd
     assert close(dict(left[1].named_parameters()), dict(right[1].named_parameters()), 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:the model runs through torch.compile:gxd.CompileWarning")
 @pytest.mark.parametrize(
     ("utility", "how"), [("gxd", "before"), ("gxd", "after"), ("activation", "after"), ("loss_gradient", "in place")]
 )
@@ -272,11 +273,13 @@ def test_a_compiled_model_agrees_with_the_eager_one(utility: str, how: str):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the model runs through torch.compile:gxd.CompileWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_a_model_compiled_by_inductor_agrees_with_the_eager_one():
     assert_agree(compiled_run("gxd", "before", "inductor"), compiled_run("gxd", None))
 
 
+@pytest.mark.filterwarnings("ignore:the model runs through torch.compile:gxd.CompileWarning")
 def test_a_compiled_model_that_ran_before_is_refused_with_the_remedy():
     torch.compiler.reset()
     model = Fused()

@@ -407,9 +407,26 @@ def test_what_cannot_be_a_step_is_refused_with_the_remedy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("utility", ["gxd", "gxd_sketch", "random"])  # signs from outside, a generator within
-def test_the_compiled_mlp_gives_the_numbers_of_the_eager_loop_through_resets(utility):
-    Loop(mlp(), batches(STEPS), utility=utility).compare(rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(  # signs from outside, a generator within, all directions at once
+    ("utility", "name"), [("gxd", "sgd"), ("gxd_sketch", "adam"), ("random", "sgd"), ("gxd_all_logit", "sgd")]
+)
+def test_the_compiled_mlp_gives_the_numbers_of_the_eager_loop_through_resets(utility, name):
+    Loop(mlp(), batches(STEPS), OPTIMIZERS[name], utility=utility).compare(rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_are_read_by_a_compiled_step_before_it_writes_them():
+    class Factors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = (nn.Parameter(torch.randn(12, 12) / 4) for _ in range(2))
+
+        def forward(self, x):
+            return self.a @ self.b  # the gradient of each is a product with the other
+
+    loss = lambda output, _: output.square().mean()
+    Loop(Factors(), batches(10), loss=loss, utility=None).compare()
 
 
 @pytest.mark.slow

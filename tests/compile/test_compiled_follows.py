@@ -212,6 +212,132 @@ def test_attributes_of_a_loss_module_of_settings_and_of_a_trainer_are_followed()
         agree(mlp, change, loss)
 
 
+class OfClass:
+    beta = 1.0
+
+
+class OfSlots:
+    __slots__ = ("beta",)
+
+    def __init__(self):
+        self.beta = 1.0
+
+
+class OfProperty:
+    hidden = 1.0
+
+    @property
+    def beta(self):
+        return self.hidden
+
+
+def reached_by_name():
+    """Name -> a loss, and how to make its weight 10."""
+    settings, holder, config = types.SimpleNamespace(beta=1.0), OfSlots(), {"loss": {"beta": 1.0}}
+    hidden, file = OfProperty(), types.ModuleType("a_file_of_the_user")
+    exec("BETA = 1.0\ndef weight(): return BETA", vars(file))
+    instance, kind = OfClass(), type("OfItsOwn", (OfClass,), {})
+
+    def by_default(output, target, used=settings):
+        return used.beta * F.cross_entropy(output, target)
+
+    def by_keyword(output, target, *, used=1.0):
+        return used * F.cross_entropy(output, target)
+
+    return {
+        "attribute of a default": (by_default, lambda: setattr(settings, "beta", 10.0)),
+        "keyword default": (by_keyword, lambda: by_keyword.__kwdefaults__.update(used=10.0)),
+        "key": (lambda o, t: config["loss"]["beta"] * F.cross_entropy(o, t), lambda: config["loss"].update(beta=10.0)),
+        "slot": (lambda o, t: holder.beta * F.cross_entropy(o, t), lambda: setattr(holder, "beta", 10.0)),
+        "class": (lambda o, t: kind.beta * F.cross_entropy(o, t), lambda: setattr(kind, "beta", 10.0)),
+        "instance": (lambda o, t: instance.beta * F.cross_entropy(o, t), lambda: setattr(instance, "beta", 10.0)),
+        "property": (lambda o, t: hidden.beta * F.cross_entropy(o, t), lambda: setattr(hidden, "hidden", 10.0)),
+        "variable of a file": (lambda o, t: file.BETA * F.cross_entropy(o, t), lambda: setattr(file, "BETA", 10.0)),
+        "function of a file": (lambda o, t: file.weight() * F.cross_entropy(o, t), lambda: setattr(file, "BETA", 10.0)),
+    }
+
+
+@pytest.mark.parametrize("where", reached_by_name())
+def test_what_the_loss_reaches_by_name_is_followed(where):
+    made = []
+
+    def loss():
+        made.append(reached_by_name()[where])
+        return made[-1][0]
+
+    assert len(agree(mlp, lambda model, optimizer: made[-1][1](), loss)._programs) == 2
+
+
+def test_what_forward_reaches_by_name_is_followed_through_its_methods_and_objects(monkeypatch):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.config, self.table = mlp(), types.SimpleNamespace(scale=1.0), {"scale": 1.0}
+
+        def forward(self, x):
+            return self.scale() * self.body(x)
+
+        def scale(self):
+            return self.config.scale * self.table["scale"] * BETA
+
+    def loss():
+        monkeypatch.setitem(globals(), "BETA", 1.0)
+        return F.cross_entropy
+
+    agree(Scaled, lambda model, optimizer: setattr(model.config, "scale", 10.0), loss)
+    agree(Scaled, lambda model, optimizer: model.table.update(scale=10.0), loss)
+    agree(Scaled, lambda model, optimizer: monkeypatch.setitem(globals(), "BETA", 10.0), loss)
+
+
+def losses_with_a_list(recompile):
+    betas = [1.0]
+
+    def loss(output, target):
+        return betas[0] * F.cross_entropy(output, target)
+
+    model = mlp()
+    step = gxd.compiled_step(model, torch.optim.SGD(model.parameters(), lr=0.0), loss)
+    first = step(*batch())[0]
+    betas[0] = 10.0
+    if recompile:
+        step.recompile()
+    return float(step(*batch())[0] / first), step
+
+
+def test_what_is_inside_a_list_is_followed_after_recompile():
+    assert losses_with_a_list(recompile=False)[0] == 1
+    ratio, step = losses_with_a_list(recompile=True)
+    assert ratio == pytest.approx(10) and len(step._programs) == 1
+
+
+def test_a_step_that_fell_back_compiles_again_after_recompile():
+    model = mlp()
+    hook = model[1].register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(gxd.CompileWarning, match="forward hook") as said:
+        step = gxd.compiled_step(model, sgd(model.parameters()), F.cross_entropy)
+    step(*batch())
+    assert said[0].filename == __file__ and step.why_eager and not step._programs
+    with pytest.warns(gxd.CompileWarning, match="forward hook") as said:
+        step.recompile()
+    assert said[0].filename == __file__ and step.why_eager
+    hook.remove()
+    step.recompile()
+    step(*batch())
+    assert step.why_eager is None and len(step._programs) == 1
+
+
+def test_a_step_that_asked_for_too_many_programs_compiles_again_after_recompile():
+    model = mlp()
+    step = gxd.compiled_step(model, sgd(model.parameters()), F.cross_entropy)
+    with pytest.warns(gxd.CompileWarning, match="shapes") as said:
+        for rows in range(1, MOST_PROGRAMS + 2):
+            step(*batch(rows))
+    assert said[0].filename == __file__
+    step.recompile()
+    step(*batch())
+    assert step.why_eager is None and len(step._programs) == 1
+
+
 def test_what_the_loss_does_not_read_compiles_nothing():
     class Trainer:
         steps = 0

@@ -388,6 +388,8 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
     """Compile a flat graph for arguments like these."""
     import torch._inductor  # takes a while
 
+    from gxd.compile.fuse import Rewrites, quietly
+
     # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
@@ -397,6 +399,13 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
         options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
     elif all(tensor.device.type == "cpu" for tensor in example):
         options["cpp_wrapper"] = True  # the kernels are called from C++ too: a quarter of a small network's time
+        try:
+            with quietly():
+                return torch._inductor.compile(
+                    graph, fake, options={**options, "post_grad_custom_post_pass": Rewrites()}
+                )
+        except Exception:  # of another version of the compiler: then without them
+            pass
     return torch._inductor.compile(graph, fake, options=options)
 
 

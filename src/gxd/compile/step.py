@@ -5,8 +5,8 @@ Resets stay outside, between two steps. ``gxd.program`` does the tracing and com
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from gxd.attachment import Attachment
 from gxd.compile.program import Program, Recipe, StateMissing, detached, logits_of, shape_of
 from gxd.compile.updates import update_of
 from gxd.compile.watch import Watch
-from gxd.errors import CompileWarning
+from gxd.errors import CompileWarning, warn
 from gxd.plan.find import call_arguments
 from gxd.plan.layouts import unwrap
 from gxd.reset.optimizers import is_optimizer
@@ -33,7 +33,7 @@ class Key(NamedTuple):
     batch: Any
     options: Any
     autocast: Any
-    attributes: int  # the number of a set of them
+    watch: Watch
     scored: tuple[str, ...]  # the methods that observe the step
 
 
@@ -59,11 +59,17 @@ def compiled_step(
     A batch of a new shape is compiled when it is first seen, which takes seconds. Where that is not possible, a
     :class:`gxd.CompileWarning` says why, and the step runs eagerly with the same result.
 
-    Followed at each step: all tensors, learning rates, and what is read by name: attributes of modules (``model.task``,
-    ``Dropout.p``), closures, defaults and globals of ``loss``, ``score`` and ``forward``, and the attributes of objects
-    found there (``args.beta``). A new value compiles again, as do a new module, parameter or option of the optimizer.
-    Hooks, and a ``forward`` that sets attributes, make the step run eagerly. Not followed: what is inside lists, dicts
-    and objects that modules hold, values that other files hold, and random numbers drawn by Python or NumPy.
+    A compiled step keeps what Python has computed, so this is its contract:
+
+    - Read anew at each call: all tensors (parameters, buffers, states of the optimizer, class weights) and learning
+      rates. Change them in place or replace them.
+    - Compared at each call; a new value compiles again, an old one finds its program again: the batch's shape,
+      autocast, the mode and every attribute of modules (``model.task``, ``Dropout.p``), modules and parameters
+      themselves, the optimizer's options, and what ``loss``, ``score`` and ``forward`` reach by name: their closures,
+      defaults and globals, and from there attributes and keys (``args.beta``, ``config["beta"]``).
+    - Run eagerly: hooks of yours, and a step that sets attributes or variables.
+    - Not followed: what is inside lists or behind computed keys, variables of installed libraries, and random numbers
+      drawn by Python or NumPy. After a change of these call :meth:`CompiledStep.recompile`.
 
     Args:
         model: the model. Its parameters may be changed in place at any time, as always.
@@ -76,6 +82,7 @@ def compiled_step(
     Returns:
         A callable. ``step(inputs, target)`` returns the loss and the output, detached. Inputs are a tensor, a tuple
         of positional arguments, or a dict of keyword arguments. Gradients are not left in ``.grad``.
+        ``step.recompile()`` compiles anew, ``step.why_eager`` says why a step is not compiled.
 
     Example::
 
@@ -117,26 +124,31 @@ class CompiledStep:
         if cbp is not None and (cbp.model is not unwrap(model) or cbp.optimizer is not optimizer):
             raise ValueError("cbp belongs to another model or optimizer: give the ones it was made with")
         self.model, self.optimizer, self.loss, self.cbp, self.score = model, optimizer, loss, cbp, score
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Forget all that was compiled, and compile at the next call: after a change that is not followed (see
+        :func:`compiled_step`), or after the reason for running eagerly is gone.
+        """
         self.why_eager: str | None = None
         self._programs: dict[Key, Program] = {}
-        self._attributes: list[dict[str, Any]] = []  # those that programs were made with
+        self._watches: list[Watch] = []
         self._warm = False
         self._recipe = self._new_recipe()
-        why = self._look()
-        if why is not None:
-            self._fall_back(why)
+        self._look()
 
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         """Train on one batch; returns the loss and the model's output, detached."""
         if self.cbp is not None and self.cbp.closed:
             raise ValueError(CLOSED)
         if self.why_eager is None and not self._watch.unchanged():
-            why = self._look()
-            if why is not None:
-                self._fall_back(why)
+            self._look()
         program = self._program(inputs, target) if self.why_eager is None else None
         result = program(inputs, target) if program is not None else None
-        return self._eager(inputs, target) if result is None else result
+        if result is not None:
+            return result
+        with nullcontext() if self.why_eager else _as_written():
+            return self._eager(inputs, target)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -147,18 +159,21 @@ class CompiledStep:
     def _new_recipe(self) -> Recipe:
         return Recipe(unwrap(self.model), self.optimizer, update_of(self.optimizer), self.loss, self.cbp, self.score)
 
-    def _look(self) -> str | None:
-        """Take note of what the model, the optimizer and the functions are now; returns why that cannot be compiled."""
+    def _look(self) -> None:
+        """Take note of what the model, the optimizer and the functions are now."""
         recipe = self._new_recipe()
         if not recipe.same_as(self._recipe):
             self._recipe = recipe
             self._programs.clear()
-        self._watch = Watch(self._recipe)
-        attributes = self._watch.attributes()
-        if attributes not in self._attributes:
-            self._attributes.append(attributes)
-        self._number = self._attributes.index(attributes)
-        return _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
+            self._watches.clear()
+        known = next((watch for watch in self._watches if watch.unchanged()), None)
+        if known is None:
+            known = Watch(self._recipe)
+            self._watches.append(known)
+        self._watch = known
+        why = _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
+        if why is not None:
+            self._fall_back(why)
 
     def _eager(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         args, kwargs = call_arguments(inputs)
@@ -180,7 +195,7 @@ class CompiledStep:
             (shape_of(inputs), shape_of(target)),
             self._recipe.settings(),
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-            self._number,
+            self._watch,
             () if self.cbp is None else tuple([part.key for part, _ in self.cbp.watched()]),
         )
         program = self._programs.get(key)
@@ -194,16 +209,16 @@ class CompiledStep:
 
     def _make(self, inputs: Any, target: Any) -> Program | None:
         try:
-            with self._watch.undone() as changed:
+            with self._watch.undone() as changed, _as_written():
                 program = Program(self._recipe, inputs, target)
         except StateMissing:
             return None  # the eager step makes it
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            self._fall_back(f"{type(error).__name__}: {lines[0]}", 1)
+            self._fall_back(f"{type(error).__name__}: {lines[0]}")
             return None
         if changed and self._warm:
-            self._fall_back(f"the step sets {changed[0]!r}, which a compiled step cannot do; return it instead", 1)
+            self._fall_back(f"the step sets {changed[0]!r}, which a compiled step cannot do; return it instead")
         if changed:  # it may be set in the first pass alone: let an eager one come first
             self._warm = True
             return None
@@ -214,13 +229,10 @@ class CompiledStep:
         keys = [*self._programs, key]
         number = {name: len({getattr(one, name) for one in keys}) for name in key._fields}
         most = max(number, key=lambda name: number[name])
-        if most == "attributes":
-            last, now = (self._attributes[one.attributes] for one in keys[-2:])
-            names = sorted(name for name in {**last, **now} if last.get(name) != now.get(name))
-            what = (
-                f"{', '.join(map(repr, names[:3]))} has had {number[most]} values; keep it in a tensor, a buffer say, "
-            )
-            return what + "and change that in place"
+        if most == "watch":
+            names = keys[-2].watch.differences(keys[-1].watch)
+            what = ", ".join(map(repr, names[:3]))
+            return f"{what} has had {number[most]} values; keep it in a tensor, a buffer say, and change that in place"
         return {
             "batch": f"batches of more than {MOST_PROGRAMS} shapes; bring them to one shape, or drop the last",
             "options": f"the optimizer's options other than lr have had {number[most]} values; keep them as they are "
@@ -228,11 +240,19 @@ class CompiledStep:
             "autocast": f"autocast has had {number[most]} settings; keep to one",
         }[most]
 
-    def _fall_back(self, why: str, deeper: int = 0) -> None:
+    def _fall_back(self, why: str) -> None:
         self.why_eager = why
         self._programs.clear()
-        del self._watch, self._attributes  # they keep what they have seen
-        warnings.warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning, stacklevel=4 + deeper)
+        self._watches.clear()  # they keep what they have seen
+        del self._watch
+        warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """What is compiled by itself (``model.compile()``, a loss) runs as it was written: the step is compiled whole."""
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def _impossible(

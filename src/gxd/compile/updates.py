@@ -60,9 +60,9 @@ def _adam(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> N
     if options["amsgrad"]:
         square = torch.maximum(state["max_exp_avg_sq"], square)
         state["max_exp_avg_sq"].copy_(square)
-    scale = (1 - beta2**step).sqrt().to(p.device)
-    rate = (lr / (1 - beta1**step)).to(p.device)
-    p.sub_(rate * mean / (square.sqrt() / scale + options["eps"]))
+    # Put side by side, so that they are in memory: the compiler would take the powers anew for every few elements.
+    rate, scale = torch.stack([lr / (1 - beta1**step), (1 - beta2**step).rsqrt()]).to(p.device).unbind()
+    p.sub_(rate * mean / (square.sqrt() * scale + options["eps"]))
 
 
 def _decayed(p: Tensor, g: Tensor, decay: float) -> Tensor:

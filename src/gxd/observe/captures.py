@@ -93,6 +93,7 @@ class Observer:
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
+        self.told_of_compiler = False  # that the model is compiled, which a warning has said
         self.unseen: dict[str, RemovableHandle] = {}
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from gxd.errors import ObservationWarning
+from gxd.errors import CompileWarning, ObservationWarning, warn
 
 if TYPE_CHECKING:
     from gxd.observe.captures import Observer
@@ -40,12 +40,13 @@ class Hook:
         """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
         not when a backward pass recomputes a checkpointed segment, not inside a transform of torch.func.
         """
+        observer = self.observer
+        if observer is None:
+            return None
         if torch.compiler.is_compiling():  # by export, which must not see us, or by dynamo, which must stop here
             return None if torch.compiler.is_exporting() else _outside_the_graph(self, module, call)
-        observer = self.observer
         if (
-            observer is None
-            or not (observer.active or self.always)
+            not (observer.active or self.always)
             or module is not self.module
             or not module.training
             or not torch.is_grad_enabled()
@@ -61,6 +62,17 @@ class Hook:
 
 @torch.compiler.disable
 def _outside_the_graph(hook: Hook, module: nn.Module, call: tuple[Any, ...]) -> Any:
+    """A compiled model is left here: observe() differentiates by tensors between the layers, and those inside a graph
+    are never made. Nor can a hook that has nothing to do be compiled away, for dynamo does not look at hooks again.
+    """
+    if hook.observer is not None and not hook.observer.told_of_compiler:
+        hook.observer.told_of_compiler = True
+        warn(
+            "the model runs through torch.compile, which has to leave its graph at every layer that is observed: most "
+            "of what it could fuse is lost (all of it in an nn.Sequential). The results are right. To have the whole "
+            "training step compiled, observation included, use gxd.compiled_step; or do without torch.compile",
+            CompileWarning,
+        )
     return hook(module, *call)
 
 
