@@ -30,6 +30,7 @@ class Setting:
     batch: tuple[int, ...]
     classes: int
     momentum: float = 0.0
+    adam: bool = False
     device: str = "cpu"
     _plans: dict[str, gxd.UnitPlan] = field(default_factory=dict)
 
@@ -49,7 +50,9 @@ class Setting:
     def trainee(self, utility: str | None, **options: Any) -> Trainee:
         """A new model and its optimizer, with resets by ``utility`` attached to them, or without."""
         model = self.fresh()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=self.momentum)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=self.momentum)
+        if self.adam:
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         if utility is None:
             return model, optimizer, None
         options = {"replacement_rate": 1e-4, "maturity": MATURITY, "residual": "skip", **options}
