@@ -49,8 +49,12 @@ class Processes:
         return tensor
 
     def agreed(self, state: Any) -> Any:
-        """The first process's state: its tensors, in place; see :mod:`gxd.checkpoint`."""
-        return mapped(state, self.agree) if self.several else state
+        """The first process's state: its tensors, copied; see :mod:`gxd.checkpoint`."""
+        return (
+            mapped(state, lambda t: self.agree(t.clone(memory_format=torch.contiguous_format)))
+            if self.several
+            else state
+        )
 
     def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""

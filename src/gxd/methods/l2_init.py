@@ -10,33 +10,37 @@ from gxd.methods.registry import register_method
 
 
 class L2Init(Method):
-    """Pulls every parameter back to where it began. Its state is where that was.
+    """Pulls every parameter back to where it began, after each step. Its state is where that was.
 
     Attributes:
         strength: of the pull.
-        decoupled: a map after the step, or a part of the gradient.
     """
 
-    def __init__(self, strength: float, decoupled: bool) -> None:
-        self.strength, self.decoupled = strength, decoupled
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
 
     def init(self, host: Host) -> dict[str, Tensor]:
         norms = {name for name, module in host.model.named_modules() if "Norm" in type(module).__name__}
         trained = [(name, parameter) for name, parameter, _ in host.trained()]
         return {name: p.detach().clone() for name, p in trained if name.rpartition(".")[0] not in norms}
 
+    def after_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, parameter, lr in host.trained() if self.strength else ():
+            if name in state:
+                parameter.lerp_(state[name], min(1.0, lr * self.strength))
+        return state
+
+
+class L2InitPenalty(L2Init):
+    """The same as a part of the gradient, before each step."""
+
     def before_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.strength and not self.decoupled:
-            for name, parameter, _ in host.trained():
-                if name in state and parameter.grad is not None:
-                    parameter.grad.add_(parameter - state[name], alpha=self.strength * host.grad_scale)
+        for name, parameter, _ in host.trained() if self.strength else ():
+            if name in state and parameter.grad is not None:
+                parameter.grad.add_(parameter - state[name], alpha=self.strength * host.grad_scale)
         return state
 
     def after_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.strength and self.decoupled:
-            for name, parameter, lr in host.trained():
-                if name in state:
-                    parameter.lerp_(state[name], min(1.0, lr * self.strength))
         return state
 
 
@@ -57,4 +61,4 @@ def l2_init(strength: float = 1e-2, decoupled: bool = True) -> L2Init:
             loss, which Adam then rescales. With plain SGD both are the same but for the order.
     """
     arguments.switch("decoupled", decoupled)
-    return L2Init(arguments.number("strength", strength, 0.0), decoupled)
+    return (L2Init if decoupled else L2InitPenalty)(arguments.number("strength", strength, 0.0))

@@ -27,6 +27,9 @@ from gxd.plan.units import UnitPlan
 
 _NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
+_muted: set[int] = (
+    set()
+)  # models whose gradients of an output are being taken: no gradients of the loss, for any observer
 
 
 class Capture:
@@ -89,7 +92,7 @@ class Observer:
         self.active = True
         self.on_pass = on_pass
         self.loss_gradients = loss_gradients
-        self.muted = False
+        self.model = id(model)  # the same for all observers of a model
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
@@ -169,7 +172,7 @@ class Observer:
                 alias.register_hook(lambda gradient, kept=capture.loss_gradients: self._keep(kept, gradient))
 
     def _keep(self, kept: list[Tensor], gradient: Tensor) -> None:
-        if not self.muted:
+        if self.model not in _muted:
             kept.append(gradient.detach())
 
     def gradients(self, direction: Direction, passes: Sequence[Pass], stacked: bool = False) -> Iterator[Gradients]:
@@ -195,7 +198,7 @@ class Observer:
     def _pull_back(
         self, output: Tensor, aliases: Sequence[Tensor], cotangent: Tensor, stacked: bool
     ) -> tuple[Tensor | None, ...]:
-        self.muted = True  # these are no gradients of the loss
+        _muted.add(self.model)
         try:
             return torch.autograd.grad(
                 output, aliases, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=stacked
@@ -205,7 +208,7 @@ class Observer:
                 raise ObservationError("observe() after the graph was freed: call it before loss.backward()") from error
             raise
         finally:
-            self.muted = False
+            _muted.discard(self.model)
 
     def drop_unfinished(self) -> None:
         """Forget a pass whose forward raised."""
