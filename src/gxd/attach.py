@@ -395,9 +395,8 @@ class Attachment:
         hooks = after_steps(self._optimizers[-1], self._after_step)
         if self.acts_before_steps is not None:
             hooks += before_steps(self._optimizers[0], self._before_step)
-        return sorted(
-            hooks, key=lambda hook: not isinstance(hook, RemovableHandle)
-        )  # what made hooks possible goes last
+        # What made hooks possible is removed last.
+        return sorted(hooks, key=lambda hook: not isinstance(hook, RemovableHandle))
 
     @torch.compiler.disable
     @torch.no_grad()

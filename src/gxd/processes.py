@@ -50,11 +50,9 @@ class Processes:
 
     def agreed(self, state: Any) -> Any:
         """The first process's state: its tensors, copied; see :mod:`gxd.checkpoint`."""
-        return (
-            mapped(state, lambda t: self.agree(t.clone(memory_format=torch.contiguous_format)))
-            if self.several
-            else state
-        )
+        if not self.several:
+            return state
+        return mapped(state, lambda tensor: self.agree(tensor.clone(memory_format=torch.contiguous_format)))
 
     def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""

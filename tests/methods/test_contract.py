@@ -41,7 +41,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {}
     for case in CASES:
-        training = Training(case.make(), wrap=DistributedDataParallel, rank=rank).run()
+        training = Training(case.make(), wrap=DistributedDataParallel, rank=rank).run(stop=5)
         state = training.state()
         parameters = {name: p.detach() for name, p in training.model.named_parameters()}
         found[case.label] = (parameters, training.optimizer.state_dict(), state["state"], state["generator"])

@@ -27,9 +27,7 @@ from gxd.plan.units import UnitPlan
 
 _NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
-_muted: set[int] = (
-    set()
-)  # models whose gradients of an output are being taken: no gradients of the loss, for any observer
+_muted: set[int] = set()  # models of which an output is differentiated: not the loss, so no observer counts it
 
 
 class Capture:
