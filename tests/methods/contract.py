@@ -208,9 +208,14 @@ def what_acts_changes_training(case: Case) -> None:
 
 
 def a_run_is_resumed_exactly_also_between_two_micro_batches(case: Case) -> None:
-    expected = Training(case.make()).run()
+    is_resumed_exactly(lambda: [case.make()])
+
+
+def is_resumed_exactly(make: Callable[[], list[gxd.Method]]) -> None:
+    expected = Training(*make()).run()
+    assert expected.attached is not None
     for stop in (3, 4, 5):
-        saver = Training(case.make()).run(stop=stop)
+        saver = Training(*make()).run(stop=stop)
         saver.pass_part(stop, 0)
         file = io.BytesIO()
         gradients = [p.grad for p in saver.model.parameters()]
@@ -218,7 +223,7 @@ def a_run_is_resumed_exactly_also_between_two_micro_batches(case: Case) -> None:
         torch.save((saver.weights, gradients, saver.attached.state_dict()), file)
         file.seek(0)
         (model, optimizer), gradients, attached = torch.load(file, weights_only=True)
-        resumed = Training(case.make())
+        resumed = Training(*make())
         resumed.run(stop=2)  # what it has seen is forgotten
         assert resumed.attached is not None
         resumed.model.load_state_dict(model)
@@ -227,15 +232,25 @@ def a_run_is_resumed_exactly_also_between_two_micro_batches(case: Case) -> None:
         for parameter, gradient in zip(resumed.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         for training in (saver, resumed):  # to save does not disturb the one that goes on
+            assert training.attached is not None
             training.pass_part(stop, 1)
             training.finish_step(stop)
             training.run(stop + 1)
             assert same(training.weights, expected.weights)
-            assert same(training.state(), expected.state())
+            assert same(training.attached.state_dict(), expected.attached.state_dict())
 
 
 def a_compiled_step_does_the_same_or_says_why_it_is_eager(case: Case) -> None:
-    eager, compiled = (Training(case.make(), dtype=torch.float64, dropout=0.0) for _ in range(2))
+    why = is_compiled_alike(lambda: [case.make()])
+    method = case.make()
+    if why is not None:
+        assert type(method).before_step is not gxd.Method.before_step and method.name in why
+
+
+def is_compiled_alike(make: Callable[[], list[gxd.Method]]) -> str | None:
+    """Returns why it is eager."""
+    eager, compiled = (Training(*make(), dtype=torch.float64, dropout=0.0) for _ in range(2))
+    assert eager.attached is not None
     with warnings.catch_warnings(), mock.patch.object(program, "compile_graph", lambda graph, example: graph):
         warnings.simplefilter("ignore", gxd.CompileWarning)
         step = gxd.compiled_step(compiled.model, compiled.optimizer, F.cross_entropy, compiled.attached)
@@ -243,15 +258,12 @@ def a_compiled_step_does_the_same_or_says_why_it_is_eager(case: Case) -> None:
             x, y = batch(number)
             step(x.double(), y)
             logits = eager.model(x.double())
-            assert eager.attached is not None
             eager.attached.observe(logits, y)
             F.cross_entropy(logits, y).backward()
             eager.optimizer.step()
             eager.optimizer.zero_grad()
-    method = case.make()
-    if step.why_eager is not None:
-        assert type(method).before_step is not gxd.Method.before_step and method.name in step.why_eager
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict())
+    return step.why_eager
 
 
 def a_reset_writes_to_its_units_and_to_nothing_else(case: Case) -> None:
@@ -357,6 +369,44 @@ def another_method_that_is_inert_changes_nothing(case: Case) -> None:
             assert same(both.state(own), expected.state()), f"{name}, {own}"
 
 
+def states_are_replaced_and_not_written_to(case: Case) -> None:
+    """So a step that fails leaves the state before it."""
+    training = Training(case.make())
+    assert training.attached is not None
+    (part,) = training.attached._parts
+    for step in range(STEPS):
+        state, kept = part.state, mapped(part.state, torch.clone)
+        training.run(step, step + 1)
+        assert all(map(torch.equal, tensors(state), tensors(kept)))
+
+
+def a_deep_copy_goes_on_as_the_original(case: Case) -> None:
+    """And neither has an effect on the other."""
+    expected = Training(case.make()).run()
+    first = Training(case.make()).run(stop=4)
+    second = copy.deepcopy(first)
+    for training in (first, second):
+        training.run(4)
+        assert same((training.weights, training.state()), (expected.weights, expected.state()))
+    assert second.attached is not None
+    second.attached.close()
+    assert hooks_of(second) == hooks_of(Training())
+
+
+def evaluation_between_two_steps_changes_nothing(case: Case) -> None:
+    expected, training = Training(case.make()).run(), Training(case.make())
+    x = batch(99)[0]
+    for step in range(STEPS):
+        training.model.eval()
+        training.model(x).sum().backward()
+        training.optimizer.zero_grad()
+        with torch.no_grad():
+            training.model(x)
+        training.model.train()
+        training.run(step, step + 1)
+    assert same((training.weights, training.state()), (expected.weights, expected.state()))
+
+
 def one_value_may_be_attached_to_two_models(case: Case) -> None:
     """Each has a state, a plan, and settings of its own."""
     expected = Training(case.make()).run()
@@ -380,6 +430,9 @@ LAWS: tuple[Callable[[Case], None], ...] = (
     the_state_goes_through_a_map_of_its_tensors,
     the_state_has_the_precision_of_the_model,
     another_method_that_is_inert_changes_nothing,
+    states_are_replaced_and_not_written_to,
+    a_deep_copy_goes_on_as_the_original,
+    evaluation_between_two_steps_changes_nothing,
     one_value_may_be_attached_to_two_models,
 )
 

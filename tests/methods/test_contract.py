@@ -14,10 +14,21 @@ from torch import multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import gxd
-from tests.methods.contract import LAWS, STEPS, Case, Training, method_cases, selector_cases, utility_cases
+from tests.methods.contract import (
+    LAWS,
+    STEPS,
+    Case,
+    Training,
+    is_compiled_alike,
+    is_resumed_exactly,
+    method_cases,
+    selector_cases,
+    utility_cases,
+)
 from tests.rig import same
 
 CASES = [*method_cases(), *utility_cases(), *selector_cases()]
+TOGETHER = [case for case in CASES if case.label in (*gxd.methods(), "utility loss_gradient")]
 UNIT_METHODS = [case for case in method_cases() if case.make().needs_units and "=" not in case.label]
 
 
@@ -40,11 +51,13 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {}
-    for case in CASES:
-        training = Training(case.make(), wrap=DistributedDataParallel, rank=rank).run(stop=5)
-        state = training.state()
+    for label, methods in [*((case.label, [case.make()]) for case in CASES), ("together", all_together())]:
+        training = Training(*methods, wrap=DistributedDataParallel, rank=rank).run(stop=5)
+        assert training.attached is not None
+        states = training.attached.state_dict()["methods"].values()
         parameters = {name: p.detach() for name, p in training.model.named_parameters()}
-        found[case.label] = (parameters, training.optimizer.state_dict(), state["state"], state["generator"])
+        kept = [(state["state"], state["generator"]) for state in states]
+        found[label] = (parameters, training.optimizer.state_dict(), kept)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -64,7 +77,23 @@ def test_two_ranks_end_identical_to_the_last_bit(ranks: list[dict[str, Any]], ca
     assert same(ranks[0][case.label], ranks[1][case.label])
 
 
-# ---- two that reset units
+# ---- several at once
+
+
+def all_together() -> list[gxd.Method]:
+    return [case.make() for case in TOGETHER]
+
+
+def test_all_methods_together_are_resumed_exactly():
+    is_resumed_exactly(all_together)
+
+
+def test_all_methods_together_are_compiled_alike():
+    assert is_compiled_alike(all_together) is None
+
+
+def test_two_ranks_with_all_methods_end_identical_to_the_last_bit(ranks: list[dict[str, Any]]):
+    assert same(ranks[0]["together"], ranks[1]["together"])
 
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(UNIT_METHODS, 2)), ids=str)
