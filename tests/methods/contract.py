@@ -390,7 +390,7 @@ def a_deep_copy_goes_on_as_the_original(case: Case) -> None:
         assert same((training.weights, training.state()), (expected.weights, expected.state()))
     assert second.attached is not None
     second.attached.close()
-    assert hooks_of(second) == hooks_of(Training())
+    assert hooks_of(second) == hooks_of(copy.deepcopy(plain()))
 
 
 def evaluation_between_two_steps_changes_nothing(case: Case) -> None:
