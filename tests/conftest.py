@@ -4,16 +4,19 @@ import multiprocessing
 
 import pytest
 
+from gxd.methods import registry
 from gxd.score import utilities as score
 from tests.processes import WARM
 
 
 @pytest.fixture(autouse=True)
-def utilities_registered_by_a_test_are_forgotten_after_it():
-    known = dict(score._REGISTRY)
+def what_a_test_registers_is_forgotten_after_it():
+    tables = (score._REGISTRY, registry._REGISTRY)
+    known = [dict(table) for table in tables]
     yield
-    score._REGISTRY.clear()
-    score._REGISTRY.update(known)
+    for table, before in zip(tables, known):
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture

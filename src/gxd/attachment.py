@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gxd import arguments
 from gxd.checkpoint import loaded, mapped, saved
@@ -98,6 +100,7 @@ class Part:
     state: Any
     scorer: Scorer | None
     key: str
+    device: torch.device
     told: bool = False  # of a step without an observation
     observed: UnitState | None = None  # what a compiled step has made of the units
 
@@ -174,8 +177,11 @@ class Attachment:
         self._hooks = self._hooked()
 
     def _add(self, number: int, method: Method, seed: int) -> None:
-        # Each has generators of its own, so that one more method does not change what another one draws.
-        seed, processes = (seed + 1_000_003 * number) % 2**63, self.host.processes
+        # Each has generators of its own, by its name, so that one more method does not change what another one draws.
+        # Those of ContinualBackprop are the seed's own.
+        twins = sum(part.method.name == method.name for part in self._parts)
+        apart = zlib.crc32(method.name.encode()) - zlib.crc32(b"continual_backprop") + 1_000_003 * twins
+        seed, processes = (seed + apart) % 2**63, self.host.processes
         generator = torch.Generator().manual_seed(seed)
         noise = torch.Generator().manual_seed((seed + 1 + 7919 * processes.rank) % 2**63)
         host = replace(self.host, generator=generator, notices=Notices(method.utility))
@@ -197,7 +203,7 @@ class Attachment:
                 scaler=self.scaler,
             )
             scorer.observer.active = method.observes(state)
-        self._parts.append(Part(method, host, state, scorer, f"{number}.{method.name}"))
+        self._parts.append(Part(method, host, state, scorer, f"{number}.{method.name}", host.device))
 
     # --- what the user calls ------------------------------------------------------------------------------------------
 
@@ -244,6 +250,7 @@ class Attachment:
     def boundary(self) -> None:
         """A task has ended: let methods act that wait for it. Where there is none it does nothing."""
         for part in self._parts:
+            self._follow_device(part)
             part.state = part.method.at_boundary(part.host, part.state)
 
     def discard(self) -> None:
@@ -388,7 +395,8 @@ class Attachment:
         hooks = after_steps(self._optimizers[-1], self._after_step)
         if self.acts_before_steps is not None:
             hooks += before_steps(self._optimizers[0], self._before_step)
-        return hooks
+        # What made hooks possible is removed last.
+        return sorted(hooks, key=lambda hook: not isinstance(hook, RemovableHandle))
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -397,6 +405,7 @@ class Attachment:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales the gradients itself
         for part in self._parts:
+            self._follow_device(part)
             part.host.grad_scale = float(scale) if scale is not None else 1.0
             part.state = part.method.before_step(part.host, part.state)
 
@@ -413,8 +422,15 @@ class Attachment:
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        for part in self._parts:
-            self._advance(part, self._observed(part))
+        observed = [self._observed(part) for part in self._parts]  # all of them, before a method changes the weights
+        acted: list[Part] = []
+        try:
+            for part, units in zip(self._parts, observed, strict=True):
+                if self._advance(part, units):
+                    acted.append(part)
+        finally:  # when all have counted the step, so that what one has reset is of age 0 to the others
+            for part in acted if len(self._parts) > 1 else ():
+                self._tell_others(part)
 
     def _observed(self, part: Part) -> UnitState | None:
         """The units with this step's observation taken in; None if it is not to be observed."""
@@ -436,10 +452,11 @@ class Attachment:
             warnings.warn(f"{units}. Such steps are passed over from here on", ObservationWarning, stacklevel=4)
         return None
 
-    def _advance(self, part: Part, observed: UnitState | None) -> None:
+    def _advance(self, part: Part, observed: UnitState | None) -> bool:
         """The optimizer has stepped: let a method act. If that fails, the step counts for nothing: its state is what
-        it was before the step was observed.
+        it was before the step was observed. Returns whether units were reset.
         """
+        self._follow_device(part)
         host, scorer, notices = part.host, part.scorer, part.host.notices
         notices.passes, host.observed = 0, observed
         try:
@@ -447,21 +464,23 @@ class Attachment:
         finally:
             host.observed = None
         before, part.state = part.state, state
+        acted = isinstance(state, UnitResets) and bool(state.last)
         if scorer is None:
-            return
+            return acted
         scorer.units = units = part.units
         scorer.observer.active = not self._paused and part.method.observes(state)
-        acted = isinstance(state, UnitResets) and bool(state.last)
         # The count is on the device, and is looked at when the host has to wait anyway.
         if acted or (units.nonfinite is not before.units.nonfinite and units.birth.device.type == "cpu"):
             notices.of_nonfinite(int(units.nonfinite))
-        if acted:
-            chosen = [(self.plan[name], index) for name, index in state.last.items()]
-            for other in self._parts:
-                if other is not part:
-                    other.state = other.method.on_reset(other.host, other.state, chosen)
-                    if other.scorer is not None:
-                        other.scorer.units = other.units
+        return acted
+
+    def _tell_others(self, part: Part) -> None:
+        chosen = [(self.plan[name], index) for name, index in part.state.last.items()]
+        for other in self._parts:
+            if other is not part:
+                other.state = other.method.on_reset(other.host, other.state, chosen)
+                if other.scorer is not None:
+                    other.scorer.units = other.units
 
     # --- for a compiled step ------------------------------------------------------------------------------------------
 
@@ -490,12 +509,13 @@ class Attachment:
                 part.scorer.observer.active = not self._paused and part.method.observes(part.state)
 
     def _follow_device(self, part: Part) -> None:
-        """Move what is known of the units to where the model is."""
+        """Move what a method remembers to where the model is."""
         device = part.host.device
-        if part.scorer is not None and device != part.units.birth.device:
-            part.state = mapped(part.state, lambda tensor: tensor.to(device))
-            part.scorer.units = part.units
-            part.scorer.to(device)
+        if device != part.device:
+            part.device, part.state = device, mapped(part.state, lambda tensor: tensor.to(device))
+            if part.scorer is not None:
+                part.scorer.units = part.units
+                part.scorer.to(device)
 
     def _unit_parts(self) -> list[Part]:
         return [part for part in self._parts if isinstance(part.state, UnitResets)]

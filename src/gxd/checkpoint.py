@@ -1,7 +1,7 @@
 """States as plain data: what a method remembers, on its way to a file, from one, and between devices.
 
-A state is made of tensors, numbers, strings and None, in tuples, named tuples and dicts. Anything else in it follows
-from the rest, is left out of a checkpoint, and is made anew.
+A state is made of tensors, numbers, strings and None, in tuples, named tuples and dicts, and is built alike before and
+after a step. Anything else in it follows from the rest, is left out of a checkpoint, and is made anew.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from gxd.errors import PlanError
 _NUMBERS = (int, float)
 
 
+class Some(dict[str, Tensor]):
+    """Tensors of any shape by any name: a part of a state that differs from step to step."""
+
+
 def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A state with a function applied to all its tensors."""
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, dict):
-        return {key: mapped(value, function) for key, value in state.items()}
+        return type(state)((key, mapped(value, function)) for key, value in state.items())
     if isinstance(state, (tuple, list)):
         values = [mapped(value, function) for value in state]
         return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
@@ -57,11 +61,16 @@ def loaded(given: Any, like: Any, path: str, optional: bool = False) -> Any:
             for name, value in like._asdict().items()
         ]
         return type(like)(*parts)
-    if isinstance(like, dict):  # of tensors, by any name
+    if isinstance(like, Some):
+        _expect(isinstance(given, Mapping) and all(isinstance(v, Tensor) for v in given.values()), given, path)
+        return Some({str(key): value.clone() for key, value in given.items()})
+    if isinstance(like, dict):
         _expect(isinstance(given, Mapping), given, path)
-        if not all(isinstance(value, Tensor) for value in given.values()):
-            raise PlanError(f"the saved state is damaged: {path} holds something else than tensors")
-        return {str(key): value.clone() for key, value in given.items()}
+        differing = [key for key in {**like, **given} if key not in given or key not in like]
+        if differing:
+            where = "missing" if differing[0] in like else "not known here"
+            raise PlanError(f"the saved state is damaged, or of another model: {path}.{differing[0]} is {where}")
+        return {key: loaded(given[key], value, f"{path}.{key}") for key, value in like.items()}
     if isinstance(like, (tuple, list)):
         _expect(isinstance(given, (tuple, list)), given, path)
         if len(given) != len(like):

@@ -49,8 +49,10 @@ class Processes:
         return tensor
 
     def agreed(self, state: Any) -> Any:
-        """The first process's state: its tensors, in place; see :mod:`gxd.checkpoint`."""
-        return mapped(state, self.agree) if self.several else state
+        """The first process's state: its tensors, copied; see :mod:`gxd.checkpoint`."""
+        if not self.several:
+            return state
+        return mapped(state, lambda tensor: self.agree(tensor.clone(memory_format=torch.contiguous_format)))
 
     def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""

@@ -58,6 +58,8 @@ def before_steps(optimizer: Any, function: Callable[[Any], None]) -> list[Any]:
     """
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_nested(optimizer):  # a step that calls its parent's: the outer one has done it
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             function(optimizer)

@@ -14,6 +14,7 @@ from gxd.methods.registry import register_method
 from gxd.methods.unit_reset import UnitReset
 from gxd.plan.units import UnitPlan
 from gxd.select import LowestRate
+from gxd.select.settings import OfPlan
 
 
 @register_method(
@@ -161,7 +162,7 @@ class ContinualBackprop(Attachment):
     @property
     def replacement_rates(self) -> MutableMapping[str, float]:
         """Group name -> the rate in force. Set one to give a group its own."""
-        return self._selector.rates
+        return OfPlan(self._selector.rates, self.plan)
 
     @property
     def maturity(self) -> int:
@@ -176,7 +177,7 @@ class ContinualBackprop(Attachment):
     @property
     def maturities(self) -> MutableMapping[str, int]:
         """Group name -> the maturity in force. Set one to give a group its own."""
-        return self._selector.maturities
+        return OfPlan(self._selector.maturities, self.plan)
 
     @property
     def compensate(self) -> bool:

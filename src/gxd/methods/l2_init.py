@@ -10,7 +10,11 @@ from gxd.methods.registry import register_method
 
 
 class L2Init(Method):
-    """Pulls every parameter back to where it began. Its state is where that was."""
+    """Pulls every parameter back to where it began, after each step. Its state is where that was.
+
+    Attributes:
+        strength: of the pull.
+    """
 
     def __init__(self, strength: float) -> None:
         self.strength = strength
@@ -27,8 +31,8 @@ class L2Init(Method):
         return state
 
 
-class L2InitInLoss(L2Init):
-    """The same as a part of the gradient."""
+class L2InitPenalty(L2Init):
+    """The same as a part of the gradient, before each step."""
 
     def before_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parameter, _ in host.trained() if self.strength else ():
@@ -57,4 +61,4 @@ def l2_init(strength: float = 1e-2, decoupled: bool = True) -> L2Init:
             loss, which Adam then rescales. With plain SGD both are the same but for the order.
     """
     arguments.switch("decoupled", decoupled)
-    return (L2Init if decoupled else L2InitInLoss)(arguments.number("strength", strength, 0.0))
+    return (L2Init if decoupled else L2InitPenalty)(arguments.number("strength", strength, 0.0))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gxd import arguments
+from gxd.checkpoint import Some
 from gxd.methods.base import Host, Method
 from gxd.plan.layouts import state_dtype
 from gxd.plan.units import Group, tensor_names
@@ -31,7 +32,7 @@ class UnitResets(NamedTuple):
 
     units: UnitState
     selector: Any
-    last: dict[str, Tensor]
+    last: Some
     total: int
 
 
@@ -68,7 +69,7 @@ class UnitReset(Method):
 
     def init(self, host: Host) -> UnitResets:
         units = UnitState.new(host.plan, host.device, state_dtype(host.tensors))
-        return UnitResets(units, self.selector.init(host.plan, units), {}, 0)
+        return UnitResets(units, self.selector.init(host.plan, units), Some(), 0)
 
     def observes(self, state: UnitResets) -> bool:
         return self.selector.observes(state.units.step + 1)
@@ -77,19 +78,19 @@ class UnitReset(Method):
         plan, units = host.plan, state.units if host.observed is None else host.observed
         units = UnitState(state.units.step + 1, *units[1:])
         selector, due = self.selector.advance(plan, units, state.selector)
-        if not self.selector.idle:
+        if not self.selector.idle(plan):
             host.check_new_state()
         if not due:
-            return UnitResets(units, selector, {}, state.total)
+            return UnitResets(units, selector, Some(), state.total)
         selection, selector = self.selector.select(plan, units, selector, lambda n: self._may_be_reset(host, units, n))
         selection = _agreed(host, selection) if host.processes.several else selection
         selection = {n: index.cpu() for n, index in selection.items()}
         chosen = [(plan.groups[n], index) for n, index in selection.items()]
         if not chosen:
-            return UnitResets(units, selector, {}, state.total)
+            return UnitResets(units, selector, Some(), state.total)
         references = self.references(host, units, list(selection)) if self.compensate else {}
         host.reset(chosen, references, self.step_policy)
-        last = {group.name: index for group, index in chosen}
+        last = Some({group.name: index for group, index in chosen})
         total = state.total + sum(len(index) for _, index in chosen)
         return UnitResets(_forgotten(host, units, selection), selector, last, total)
 

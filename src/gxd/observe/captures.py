@@ -27,6 +27,7 @@ from gxd.plan.units import UnitPlan
 
 _NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
+_muted: set[int] = set()  # models of which an output is differentiated: not the loss, so no observer counts it
 
 
 class Capture:
@@ -89,7 +90,7 @@ class Observer:
         self.active = True
         self.on_pass = on_pass
         self.loss_gradients = loss_gradients
-        self.muted = False
+        self.model = id(model)  # the same for all observers of a model
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
@@ -170,7 +171,7 @@ class Observer:
                 alias.register_hook(lambda gradient, kept=capture.loss_gradients: self._keep(kept, gradient))
 
     def _keep(self, kept: list[Tensor], gradient: Tensor) -> None:
-        if not self.muted:
+        if self.model not in _muted:
             kept.append(gradient.detach())
 
     def gradients(self, direction: Direction, passes: Sequence[Pass], stacked: bool = False) -> Iterator[Gradients]:
@@ -202,7 +203,7 @@ class Observer:
         cotangent: Tensor,
         stacked: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        self.muted = True  # these are no gradients of the loss
+        _muted.add(self.model)
         try:
             return torch.autograd.grad(
                 output, aliases, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=stacked
@@ -214,7 +215,7 @@ class Observer:
                 capture.values()  # says so if it was changed in place
             raise
         finally:
-            self.muted = False
+            _muted.discard(self.model)
 
     def drop_unfinished(self) -> None:
         """Forget a pass whose forward raised."""

@@ -45,7 +45,6 @@ class Selector:
         """Another method has reset units: forget what was counted of their ages."""
         return state
 
-    @property
-    def idle(self) -> bool:
+    def idle(self, plan: UnitPlan) -> bool:
         """Whether it will never choose a unit, as it is set now."""
         return False

@@ -49,11 +49,11 @@ class Budgets(NamedTuple):
 
     Attributes:
         budget: by group, how many units may go; a fraction is carried over.
-        ages: what units of each age are worth, if they are ranked by age.
+        ages: what units of each age are worth; only kept up to date if they are ranked by age.
     """
 
     budget: tuple[float, ...]
-    ages: AgeMeans | None = None
+    ages: AgeMeans
     cohorts: Cohorts | None = None
 
 
@@ -78,33 +78,29 @@ class LowestRate(Selector):
         ranking: str = "absolute",
         exponent: float = 0.5,
     ) -> None:
-        self.rates = PerGroup("replacement_rate", rate, arguments.rate)
+        self.rates = PerGroup("replacement_rate", rate, arguments.rate, lambda group: group.rate)
         self.maturities = PerGroup("maturity", maturity, arguments.maturity)
         self.score_every = arguments.every("score_every", score_every)
         self.ranking = arguments.choice("ranking", ranking, RANKINGS)
         self.exponent = arguments.number("exponent", exponent, 0.0, 10.0)
 
     def init(self, plan: UnitPlan, units: UnitState) -> Budgets:
-        for group in plan.groups:
-            if group.rate is not None:
-                self.rates.own.setdefault(group.name, group.rate)
-        self.rates.names = self.maturities.names = tuple(group.name for group in plan.groups)
-        ages = AgeMeans.new(plan, units) if self.ranking == "age" else None
-        return Budgets((0.0,) * len(plan.groups), ages)
+        return Budgets((0.0,) * len(plan.groups), AgeMeans.new(plan, units))
 
     def observes(self, step: int) -> bool:
         return (step - 1) % self.score_every == 0
 
     def advance(self, plan: UnitPlan, units: UnitState, state: Budgets) -> tuple[Budgets, bool]:
-        step, cohorts, rates = units.step, state.cohorts, self.rates.values
-        if cohorts is None or cohorts.maturities != self.maturities.values:
-            cohorts = _counted(plan, units, self.maturities.values)
+        step, cohorts = units.step, state.cohorts
+        rates, maturities = self.rates.values(plan), self.maturities.values(plan)
+        if cohorts is None or cohorts.maturities != maturities:
+            cohorts = _counted(plan, units, maturities)
         elif step > cohorts.matures:
             cohorts = _matured(cohorts, step)
         budget = tuple([b + r * n for b, r, n in zip(state.budget, rates, cohorts.eligible, strict=True)])
         due = max(budget) >= 1 and any(min(int(b), n) for b, n in zip(budget, cohorts.eligible, strict=True))
         ages = state.ages
-        if ages is not None and (due or step % _EVERY == 0):
+        if self.ranking == "age" and (due or step % _EVERY == 0):
             ages = with_units(ages, plan, units)
         return Budgets(budget, ages, cohorts), due
 
@@ -114,7 +110,7 @@ class LowestRate(Selector):
         assert state.cohorts is not None
         budget, eligible, young = list(state.budget), list(state.cohorts.eligible), list(state.cohorts.young)
         utility = units.utility / units.utility_weight  # NaN where nothing was observed
-        if state.ages is not None:
+        if self.ranking == "age":
             worth = expected(state.ages, plan, units).pow_(self.exponent)
             utility = torch.where(worth > 0, utility / worth, utility)
         chosen: Selection = {}
@@ -122,7 +118,7 @@ class LowestRate(Selector):
             count = min(math.floor(budget[number]), eligible[number])
             budget[number] -= count
             if count and allowed(number):
-                mature = units.birth[where] < units.step - self.maturities.values[number]
+                mature = units.birth[where] < units.step - state.cohorts.maturities[number]
                 chosen[number] = lowest(utility[where], mature, count)
                 eligible[number] -= count
                 young[number] = (*young[number], (units.step, count))
@@ -132,9 +128,8 @@ class LowestRate(Selector):
     def recounted(self, state: Budgets) -> Budgets:
         return state._replace(cohorts=None)
 
-    @property
-    def idle(self) -> bool:
-        return not any(self.rates.values)
+    def idle(self, plan: UnitPlan) -> bool:
+        return not any(self.rates.values(plan))
 
 
 def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:

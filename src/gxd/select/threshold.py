@@ -41,6 +41,5 @@ class Threshold(Selector):
                 chosen[number] = low.nonzero().flatten()
         return chosen, state
 
-    @property
-    def idle(self) -> bool:
+    def idle(self, plan: UnitPlan) -> bool:
         return self.every == 0

@@ -1,0 +1,178 @@
+"""A user's method, selector and utility, written against the public names alone, obey the contract of all others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gxd
+from gxd.methods.unit_reset import UnitReset
+from gxd.select import Selector
+from tests.methods.contract import (
+    Case,
+    a_run_is_resumed_exactly_also_between_two_micro_batches,
+    case_of,
+    everything_else_is_left_as_it_was_found,
+    inert_options_leave_training_as_it_is_bit_for_bit,
+    obeys,
+)
+
+
+class ShrinkAndPerturb(gxd.Method):
+    """Every so many steps, and at the end of a task: theta <- shrink * theta + noise. It counts, in a dict."""
+
+    def __init__(self, shrink: float, sigma: float, every: int) -> None:
+        self.shrink, self.sigma, self.every = shrink, sigma, every
+
+    def init(self, host: gxd.Host) -> dict[str, Any]:
+        return {"step": 0, "times": 0, "moved": {name: p.new_zeros(()) for name, p, _ in host.trained()}}
+
+    def after_step(self, host: gxd.Host, state: dict[str, Any]) -> dict[str, Any]:
+        state = {**state, "step": state["step"] + 1}
+        return self.at_boundary(host, state) if self.every and state["step"] % self.every == 0 else state
+
+    def at_boundary(self, host: gxd.Host, state: dict[str, Any]) -> dict[str, Any]:
+        if not self.every:
+            return state
+        moved = {}
+        for name, parameter, _ in host.trained():
+            noise = torch.randn(parameter.shape, generator=host.generator).to(parameter)
+            parameter.mul_(self.shrink).add_(noise, alpha=self.sigma)
+            moved[name] = noise.norm()
+        return {**state, "times": state["times"] + 1, "moved": moved}
+
+
+def register_shrink_and_perturb() -> None:
+    @gxd.register_method(
+        "shrink_and_perturb",
+        description="shrink all parameters, and add noise",
+        reference="Ash, Adams: On Warm-Starting Neural Network Training, NeurIPS 2020",
+        inert={"every": 0},
+    )
+    def shrink_and_perturb(shrink: float = 0.9, sigma: float = 0.01, every: int = 1000) -> gxd.Method:
+        return ShrinkAndPerturb(shrink, sigma, every)
+
+
+class ClippedGradients(gxd.Method):
+    """Acts before the step, and remembers the largest norm so far."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+
+    def init(self, host: gxd.Host) -> tuple[Tensor]:
+        return (next(p for _, p, _ in host.trained()).new_zeros(()),)
+
+    def before_step(self, host: gxd.Host, state: tuple[Tensor]) -> tuple[Tensor]:
+        gradients = [p.grad for _, p, _ in host.trained() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        if norm > self.most:
+            for g in gradients:
+                g.mul_(self.most / norm)
+        return (torch.maximum(state[0], norm),)
+
+
+def register_clip() -> None:
+    @gxd.register_method("clip", description="keep gradients small", inert={"most": float("inf")})
+    def clip(most: float = 0.1) -> gxd.Method:
+        return ClippedGradients(most)
+
+
+@pytest.mark.parametrize(
+    ("register", "name"), [(register_shrink_and_perturb, "shrink_and_perturb"), (register_clip, "clip")]
+)
+def test_a_users_method_obeys_the_contract_without_code_of_its_own(register: Callable[[], None], name: str):
+    register()
+    obeys(case_of(name))
+
+
+def test_a_users_selector_and_utility_obey_the_contract():
+    @gxd.register_utility("variance")
+    def variance(o: gxd.Observation) -> Tensor:
+        return torch.stack([(v.h - v.r).square().mean((0, 1)) for v in o.views]).sum(0)
+
+    class Turns(Selector):
+        """One unit of each group every so many steps, in turn."""
+
+        def __init__(self, every: int) -> None:
+            self.every = every
+
+        def init(self, plan: gxd.UnitPlan, units: Any) -> tuple[int]:
+            return (0,)
+
+        def advance(self, plan: gxd.UnitPlan, units: Any, state: tuple[int]) -> tuple[tuple[int], bool]:
+            return state, self.every > 0 and units.step % self.every == 0
+
+        def select(
+            self, plan: gxd.UnitPlan, units: Any, state: tuple[int], allowed: Callable[[int], bool]
+        ) -> tuple[dict[int, Tensor], tuple[int]]:
+            chosen = {n: torch.tensor([state[0] % g.size]) for n, g in enumerate(plan.groups) if allowed(n)}
+            return chosen, (state[0] + 1,)
+
+    obeys(Case("turns", lambda: UnitReset("variance", Turns(2)), lambda: UnitReset("variance", Turns(0))))
+
+
+def test_the_contract_finds_a_method_that_keeps_its_state_to_itself():
+    class Forgetful(gxd.Method):
+        """Counts in an attribute, which no checkpoint holds."""
+
+        def __init__(self, every: int) -> None:
+            self.every, self.step = every, 0
+
+        def after_step(self, host: gxd.Host, state: Any) -> Any:
+            self.step += 1
+            if self.every and self.step % self.every == 0:
+                for _, parameter, _ in host.trained():
+                    parameter.mul_(0.5)
+            return state
+
+    @gxd.register_method("forgetful", description="", inert={"every": 0})
+    def forgetful(every: int = 2) -> gxd.Method:
+        return Forgetful(every)
+
+    inert_options_leave_training_as_it_is_bit_for_bit(case_of("forgetful"))
+    with pytest.raises(AssertionError):
+        a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("forgetful"))
+
+
+def test_the_contract_finds_a_method_that_draws_from_the_global_generator():
+    class Global(gxd.Method):
+        def __init__(self, sigma: float) -> None:
+            self.sigma = sigma
+
+        def after_step(self, host: gxd.Host, state: Any) -> Any:
+            for _, parameter, _ in host.trained():
+                parameter.add_(torch.randn_like(parameter), alpha=self.sigma)
+            return state
+
+    @gxd.register_method("global", description="", inert={"sigma": 0.0})
+    def made(sigma: float = 0.01) -> gxd.Method:
+        return Global(sigma)
+
+    a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("global"))
+    with pytest.raises(AssertionError):
+        everything_else_is_left_as_it_was_found(case_of("global"))
+
+
+def test_a_state_of_dicts_and_numbers_is_saved_and_loaded_with_its_types():
+    register_shrink_and_perturb()
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    attached = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        attached.append(gxd.attach(model, optimizer, gxd.method("shrink_and_perturb", every=2)))
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    attached[1].boundary()
+    state = attached[0].state_dict()
+    attached[1].load_state_dict(state)
+    loaded = attached[1]._parts[0].state
+    assert (loaded["step"], loaded["times"], type(loaded["step"])) == (3, 1, int)
+    assert set(loaded["moved"]) == {"weight", "bias"}
+    state["methods"]["0.shrink_and_perturb"]["state"]["moved"].pop("bias")
+    with pytest.raises(gxd.PlanError, match=r"moved\.bias is missing"):
+        attached[1].load_state_dict(state)
