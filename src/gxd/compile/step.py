@@ -1,6 +1,6 @@
 """One training step as one compiled function: forward, both gradients, the statistics and the update.
 
-Resets stay outside, between two steps. ``gxd.program`` does the tracing and compiling; this module decides when.
+Resets stay outside, between two steps. ``gxd.compile.program`` traces and compiles; this module decides when.
 """
 
 from __future__ import annotations

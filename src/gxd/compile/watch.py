@@ -1,5 +1,5 @@
 """Whether what a compiled step takes for granted of Python still holds, in microseconds: attributes of modules, hooks,
-the kinds of tensors, and the values that code reaches by name (``gxd.names``).
+the kinds of tensors, and the values that code reaches by name (``gxd.compile.names``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Room four: the reset operator R_S, and the optimizer's memory of what is reset."""
+"""The reset operator R_S, and the optimizer's memory of what is reset."""
 
 from __future__ import annotations
 

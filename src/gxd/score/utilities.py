@@ -1,4 +1,4 @@
-"""Room two: the utilities. Each is one function, and reads as its row in the paper's table.
+"""The utilities. Each is one function, and reads as its row in the paper's table.
 
 A utility sees an :class:`Observation`: for every view of the units ``h``, the reference ``r``, the gradient ``g`` and
 the outgoing weights, all with the units on the last axis. It returns one score per unit, the mean over the examples.

@@ -1,4 +1,4 @@
-"""Room zero: find the units of a model. Reads the model, never writes it."""
+"""Find the units of a model. Reads the model, never writes it."""
 
 from __future__ import annotations
 
