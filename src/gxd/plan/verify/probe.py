@@ -211,7 +211,10 @@ class Probe:
         if not self.before:  # actions, indices: the layers have to tell
             self.by_layer = True
             self.before, _ = self.run()
-        self.sizes = [_typical(output) for output in self.before]
+        sizes = [_typical(output) for output in self.before]
+        # An output that is zero but for rounding (the mean of what a norm returns) must not be taken for a small one.
+        least = 64 * torch.finfo(self.rounded).eps * max(sizes, default=0.0)
+        self.sizes = [size if size > least else max(sizes) for size in sizes]
         self.before = [output / size for output, size in zip(self.before, self.sizes, strict=True)]
 
         def note(tensor: Tensor) -> Tensor:  # all that is kept for a backward pass: whatever counts on the way
