@@ -552,11 +552,11 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         raise PlanError(
             f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
         )
+    if state.get("version", STATE_VERSION) != STATE_VERSION:
+        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
     missing = [key for key in own if key not in state]
     if missing:
         raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
-    if state["version"] != STATE_VERSION:
-        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
     for key in ("methods", "groups"):
         if not isinstance(state[key], Mapping):
             raise PlanError(f"the saved state is damaged: {key} is a {type(state[key]).__name__}")

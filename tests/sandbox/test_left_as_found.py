@@ -194,10 +194,22 @@ NETS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def fake_tensors_of_other_tests_are_known():
+    """A compiled step that another test has made keeps some."""
+    _OLD[:] = [one for one in gc.get_objects() if type(one) is FakeTensor]
+    yield
+    _OLD.clear()
+
+
+_OLD: list[FakeTensor] = []
+
+
 def holders_of_fakes() -> list[object]:
     """Whoever holds a fake tensor, but torch itself: in the nodes of its last graph, in what it has logged."""
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) is FakeTensor]
+    old = {id(one) for one in _OLD}
+    alive = [one for one in gc.get_objects() if type(one) is FakeTensor and id(one) not in old]
     holders = gc.get_referrers(*alive) if alive else []
     return [
         one
