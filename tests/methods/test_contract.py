@@ -114,3 +114,13 @@ def test_what_one_method_resets_is_new_to_the_other(first: Case, second: Case):
         ages = [attached.ages(name) for name in names]
         assert same(*ages)
     assert resets > 0
+
+
+def test_units_that_another_method_resets_are_not_eligible_again_before_they_are_mature():
+    """Everything is reset every third step, so nothing is ever older than three."""
+    redo = gxd.method("redo", threshold=1e9, every=3)
+    for methods in permutations([redo, gxd.method("continual_backprop", replacement_rate=1.0, maturity=3)]):
+        attached = Training(*methods).run().attached
+        assert attached is not None
+        totals = {part.method.name: part.state.total for part in attached._parts}
+        assert totals == {"redo": 2 * attached.plan.size, "continual_backprop": 0}
