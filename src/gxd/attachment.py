@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gxd import arguments
-from gxd.checkpoint import loaded, mapped, saved
+from gxd.checkpoint import STATE_VERSION, check_observed, check_state, loaded, mapped, saved
 from gxd.checks import check_plan
-from gxd.errors import ObservationError, ObservationWarning, PlanError
+from gxd.errors import ObservationError, ObservationWarning
 from gxd.methods.base import Host, Method
 from gxd.methods.unit_reset import UnitResets
 from gxd.notices import Notices
@@ -31,7 +31,6 @@ from gxd.score.scorer import Scorer
 from gxd.score.state import UnitState
 from gxd.steps import after_steps, before_steps, is_nested, stepping, was_skipped
 
-STATE_VERSION = 3
 ON_UNOBSERVED = ("raise", "warn", "skip")
 CLOSED = "observe() after close(): this ContinualBackprop is detached; make a new one"
 NO_COPY = (
@@ -329,7 +328,7 @@ class Attachment:
         Rates, maturity and the other settings are those of the constructor.
         """
         own = self.state_dict()
-        _check_state(state, own)
+        check_state(state, own)
         states, sizes = [], (len(self.plan.views), len(self.plan.groups))
         for part in self._parts:
             given = state["methods"][part.key]
@@ -338,7 +337,9 @@ class Attachment:
             for name in ("generator", "noise"):
                 loaded(given[name], like[name], f"methods.{part.key}.{name}", like[name] is None)
             if part.scorer is not None:
-                _check_observed(given["observed"], part.units, *sizes, f"methods.{part.key}.observed")
+                check_observed(
+                    given["observed"], part.units.mean, part.units.utility, *sizes, f"methods.{part.key}.observed"
+                )
         self.plan = self.plan.with_inits(state["inits"])
         for part, loaded_state in zip(self._parts, states, strict=True):
             given = state["methods"][part.key]
@@ -544,53 +545,3 @@ class Attachment:
 @torch.compiler.disable
 def _outside_the_graph(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
-
-
-def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise PlanError unless a saved state is whole, and of this plan and these methods."""
-    if not isinstance(state, Mapping):
-        raise PlanError(
-            f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
-        )
-    if state.get("version", STATE_VERSION) != STATE_VERSION:
-        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
-    missing = [key for key in own if key not in state]
-    if missing:
-        raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
-    for key in ("methods", "groups"):
-        if not isinstance(state[key], Mapping):
-            raise PlanError(f"the saved state is damaged: {key} is a {type(state[key]).__name__}")
-    if list(state["methods"]) != list(own["methods"]):
-        there, here = ", ".join(map(str, state["methods"])) or "none", ", ".join(own["methods"]) or "none"
-        raise PlanError(f"the saved state is of other methods: {there} there, {here} here")
-    for key, part in own["methods"].items():
-        given = state["methods"][key]
-        absent = [name for name in part if not isinstance(given, Mapping) or name not in given]
-        if absent:
-            raise PlanError(f"the saved state is damaged: methods.{key} lacks {', '.join(absent)}")
-        if given["utility"] != part["utility"]:
-            raise PlanError(
-                f"the saved statistics are of utility {given['utility']!r}, this one uses {part['utility']!r}"
-            )
-    if state["groups"] != own["groups"]:
-        theirs, ours = dict(state["groups"]), dict(own["groups"])
-        differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-        raise PlanError(
-            f"the saved state is of another model or plan: group {differing[0]!r} has "
-            f"{theirs.get(differing[0], 'no')} units there and "
-            f"{ours.get(differing[0], 'no')} here"
-        )
-    if state["fingerprint"] != own["fingerprint"]:
-        raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
-    loaded(state["inits"], own["inits"], "inits")
-
-
-def _check_observed(given: Any, units: UnitState, views: int, groups: int, path: str) -> None:
-    """Raise PlanError unless this is what the passes of half a step have shown, or nothing."""
-    if not isinstance(given, Mapping) or any(n not in given for n in ("mean", "score", "mean_count", "score_count")):
-        raise PlanError(f"the saved state is damaged: {path} is not whole")
-    loaded(given["mean"], units.mean, f"{path}.mean", optional=True)
-    loaded(given["score"], units.utility, f"{path}.score", optional=given["mean"] is None)
-    for name, like in (("mean_count", views), ("score_count", groups)):
-        if not isinstance(given[name], (list, tuple)) or len(given[name]) != (0 if given["mean"] is None else like):
-            raise PlanError(f"the saved state is damaged: {path}.{name} has not {like} entries")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gxd.errors import PlanError
 
+STATE_VERSION = 3
 _NUMBERS = (int, float)
 
 
@@ -95,3 +96,53 @@ def _expect(fits: bool, given: Any, path: str) -> None:
     if not fits:
         what = f"has shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
         raise PlanError(f"the saved state is damaged, or of another plan: {path} {what}")
+
+
+def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise PlanError unless a saved state is whole, and of this plan and these methods."""
+    if not isinstance(state, Mapping):
+        raise PlanError(
+            f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
+        )
+    if state.get("version", STATE_VERSION) != STATE_VERSION:
+        raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
+    missing = [key for key in own if key not in state]
+    if missing:
+        raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
+    for key in ("methods", "groups"):
+        if not isinstance(state[key], Mapping):
+            raise PlanError(f"the saved state is damaged: {key} is a {type(state[key]).__name__}")
+    if list(state["methods"]) != list(own["methods"]):
+        there, here = ", ".join(map(str, state["methods"])) or "none", ", ".join(own["methods"]) or "none"
+        raise PlanError(f"the saved state is of other methods: {there} there, {here} here")
+    for key, part in own["methods"].items():
+        given = state["methods"][key]
+        absent = [name for name in part if not isinstance(given, Mapping) or name not in given]
+        if absent:
+            raise PlanError(f"the saved state is damaged: methods.{key} lacks {', '.join(absent)}")
+        if given["utility"] != part["utility"]:
+            raise PlanError(
+                f"the saved statistics are of utility {given['utility']!r}, this one uses {part['utility']!r}"
+            )
+    if state["groups"] != own["groups"]:
+        theirs, ours = dict(state["groups"]), dict(own["groups"])
+        differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        raise PlanError(
+            f"the saved state is of another model or plan: group {differing[0]!r} has "
+            f"{theirs.get(differing[0], 'no')} units there and "
+            f"{ours.get(differing[0], 'no')} here"
+        )
+    if state["fingerprint"] != own["fingerprint"]:
+        raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
+    loaded(state["inits"], own["inits"], "inits")
+
+
+def check_observed(given: Any, mean: Tensor, score: Tensor, views: int, groups: int, path: str) -> None:
+    """Raise PlanError unless this is what the passes of half a step have shown, or nothing."""
+    if not isinstance(given, Mapping) or any(n not in given for n in ("mean", "score", "mean_count", "score_count")):
+        raise PlanError(f"the saved state is damaged: {path} is not whole")
+    loaded(given["mean"], mean, f"{path}.mean", optional=True)
+    loaded(given["score"], score, f"{path}.score", optional=given["mean"] is None)
+    for name, like in (("mean_count", views), ("score_count", groups)):
+        if not isinstance(given[name], (list, tuple)) or len(given[name]) != (0 if given["mean"] is None else like):
+            raise PlanError(f"the saved state is damaged: {path}.{name} has not {like} entries")
