@@ -29,7 +29,7 @@ from gxd.methods.unit_reset import UnitReset
 from gxd.select import Selector
 from tests.rig import same
 
-STEPS, PARTS = 8, 2
+STEPS, PARTS = 6, 2
 # What makes something happen in so few steps, wherever a method has an option of that name.
 LIVELY = {
     "replacement_rate": 0.2,
@@ -131,7 +131,7 @@ def batch(number: int, rank: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Training:
-    """A model in training on accumulated micro-batches; the end of a task comes after the fourth step."""
+    """A model in training on accumulated micro-batches; the end of a task comes after the third step."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Training:
     def finish_step(self, step: int, boundary: bool = True) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if boundary and self.attached is not None and step == 3:
+        if boundary and self.attached is not None and step == 2:
             self.attached.boundary()
 
     def run(self, start: int = 0, stop: int = STEPS, observe: bool = True, boundary: bool = True) -> "Training":
@@ -195,6 +195,11 @@ def plain(dtype: torch.dtype = torch.float32) -> Training:
     return Training(dtype=dtype).run()
 
 
+@cache
+def trained(case: Case) -> Training:
+    return Training(case.make()).run()
+
+
 # --- the laws ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +209,7 @@ def inert_options_leave_training_as_it_is_bit_for_bit(case: Case) -> None:
 
 def what_acts_changes_training(case: Case) -> None:
     """Else the other laws say nothing of it."""
-    assert not same(Training(case.make()).run().weights, plain().weights)
+    assert not same(trained(case).weights, plain().weights)
 
 
 def a_run_is_resumed_exactly_also_between_two_micro_batches(case: Case) -> None:
@@ -214,7 +219,7 @@ def a_run_is_resumed_exactly_also_between_two_micro_batches(case: Case) -> None:
 def is_resumed_exactly(make: Callable[[], list[gxd.Method]]) -> None:
     expected = Training(*make()).run()
     assert expected.attached is not None
-    for stop in (3, 4, 5):
+    for stop in (2, 3, 4):
         saver = Training(*make()).run(stop=stop)
         saver.pass_part(stop, 0)
         file = io.BytesIO()
@@ -322,7 +327,7 @@ def close_removes_every_hook_and_training_is_plain_again(case: Case) -> None:
 
 def calls_that_a_method_does_not_need_are_harmless(case: Case) -> None:
     method = case.make()
-    expected = Training(case.make()).run()
+    expected = trained(case)
     if method.utility is None or not method.utility.needs_observe:
         unobserved = Training(case.make()).run(observe=False)
         assert same((unobserved.weights, unobserved.state()), (expected.weights, expected.state()))
@@ -358,7 +363,7 @@ def the_state_has_the_precision_of_the_model(case: Case) -> None:
 
 
 def another_method_that_is_inert_changes_nothing(case: Case) -> None:
-    expected = Training(case.make()).run()
+    expected = trained(case)
     for name in gxd.methods():
         other = case_of(name).inert
         for methods, own in (((case.make(), other()), 0), ((other(), case.make()), 1)):
@@ -382,7 +387,7 @@ def states_are_replaced_and_not_written_to(case: Case) -> None:
 
 def a_deep_copy_goes_on_as_the_original(case: Case) -> None:
     """And neither has an effect on the other."""
-    expected = Training(case.make()).run()
+    expected = trained(case)
     first = Training(case.make()).run(stop=4)
     second = copy.deepcopy(first)
     for training in (first, second):
@@ -394,7 +399,7 @@ def a_deep_copy_goes_on_as_the_original(case: Case) -> None:
 
 
 def evaluation_between_two_steps_changes_nothing(case: Case) -> None:
-    expected, training = Training(case.make()).run(), Training(case.make())
+    expected, training = trained(case), Training(case.make())
     x = batch(99)[0]
     for step in range(STEPS):
         training.model.eval()
@@ -409,7 +414,7 @@ def evaluation_between_two_steps_changes_nothing(case: Case) -> None:
 
 def one_value_may_be_attached_to_two_models(case: Case) -> None:
     """Each has a state, a plan, and settings of its own."""
-    expected = Training(case.make()).run()
+    expected = trained(case)
     method = case.make()
     training = Training(method)
     torch.manual_seed(0)
