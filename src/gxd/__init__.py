@@ -20,13 +20,16 @@ from gxd.methods import presets as presets
 from gxd.methods.base import Host, Method
 from gxd.methods.continual_backprop import ContinualBackprop
 from gxd.methods.registry import method, methods, register_method
+from gxd.methods.unit_reset import UnitReset
 from gxd.plan.find import find_units
 from gxd.plan.find.manual import manual_group
 from gxd.plan.units import Group, UnitPlan
 from gxd.plan.verify import CheckReport, verify_plan
 from gxd.reset.optimizer_state import register_optimizer_state
 from gxd.reset.units import reset_optimizer_state, reset_units
+from gxd.score.state import UnitState
 from gxd.score.utilities import Observation, UnitView, register_utility, utilities
+from gxd.select import LowestRate, Selector, Threshold
 from gxd.version import __version__
 
 check, hand_group = verify_plan, manual_group  # their first names
@@ -39,6 +42,7 @@ __all__ = [
     "ContinualBackprop",
     "Group",
     "Host",
+    "LowestRate",
     "Method",
     "NonFiniteWarning",
     "Observation",
@@ -46,8 +50,12 @@ __all__ = [
     "ObservationWarning",
     "PlanError",
     "ResetCost",
+    "Selector",
+    "Threshold",
     "TraceError",
     "UnitPlan",
+    "UnitReset",
+    "UnitState",
     "UnitView",
     "__version__",
     "attach",

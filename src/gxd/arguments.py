@@ -28,9 +28,9 @@ def optimizer(value: Any) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {_kind(value)}")
 
 
-def method(value: Any) -> None:
-    """Raise TypeError unless it acts around a step."""
-    if isinstance(value, type) or not all(hasattr(value, name) for name in ("init", "after_step", "at_boundary")):
+def method(value: Any, kind: type) -> None:
+    """Raise TypeError unless it is of the kind of all methods."""
+    if not isinstance(value, kind):
         hint = f"; write gxd.method({value!r})" if isinstance(value, str) else ""
         raise TypeError(f"a method must be a gxd.Method, as gxd.method(name) makes it, got {_kind(value)}{hint}")
 

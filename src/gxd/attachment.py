@@ -143,7 +143,7 @@ class Attachment:
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         for method in methods:
-            arguments.method(method)
+            arguments.method(method, Method)
         self.on_unobserved = arguments.choice("on_unobserved", on_unobserved, ON_UNOBSERVED)
         self.model, self.optimizer, self.methods, self.scaler = unwrap(model), optimizer, tuple(methods), scaler
         needed = any(method.needs_units for method in methods)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from gxd import arguments
 from gxd.arguments import near
 from gxd.methods.base import Method
 
@@ -89,5 +90,6 @@ def method(name: str, **options: Any) -> Method:
             hint = near(option, known)
             raise TypeError(f"{name} has no option {option!r}{hint or '.'} It has {', '.join(known)}")
     made = _REGISTRY[name].make(**options)
+    arguments.method(made, Method)
     made.name = name
     return made
