@@ -32,7 +32,7 @@ report: $(LAB) ## our numbers beside the paper's as one page, build/report/index
 	$(BIN)/gxd report results --out build/report
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging Face, each plan proved on the model
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --show-capture=no tests/model_zoo/suite.py $(PYTEST_ARGS)

@@ -1,5 +1,6 @@
 """What every test may rely on."""
 
+import gc
 import multiprocessing
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from gxd.methods import registry
 from gxd.score import utilities as score
 from tests.processes import WARM
+
+gc.set_threshold(20_000, 20, 50)  # traces make millions of objects, and a process of tests lives long
 
 
 @pytest.fixture(autouse=True)

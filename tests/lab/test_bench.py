@@ -221,9 +221,9 @@ def test_the_command_prints_a_table_and_writes_json_and_markdown(tiny, tmp_path,
     assert row["value"] > 0 and row["unit"] == "ms" and row["ratio"] > 0 and row["note"] == ""
     assert row["quartiles"][0] <= row["quartiles"][1] <= row["quartiles"][2]
     [verdict] = row["verdicts"]
-    assert verdict["limit"] == 1.12 and verdict["met"] == (row["ratio"] <= 1.12)
+    assert verdict["limit"] == 1.08 and verdict["met"] == (row["ratio"] <= 1.08)
     for text in (out, (tmp_path / "b.md").read_text()):
-        assert "gxd, every 10" in text and "<= 1.12" in text and record["machine"]["torch"] in text
+        assert "gxd, every 10" in text and "<= 1.08" in text and record["machine"]["torch"] in text
     assert "| backprop |" in (tmp_path / "b.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "b.md"]
 
