@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from gxd import arguments
 from gxd.checkpoint import STATE_VERSION, check_observed, check_state, loaded, mapped, saved
 from gxd.checks import check_plan
-from gxd.errors import ObservationError, ObservationWarning
+from gxd.errors import ObservationError, ObservationWarning, warn
 from gxd.methods.base import Host, Method
 from gxd.methods.unit_reset import UnitResets
 from gxd.notices import Notices
@@ -160,6 +159,7 @@ class Attachment:
         self.plan = plan if plan is not None else UnitPlan(())
         processes = Processes(process_group)
         self._paused = 0
+        self._hooks: list[Any] = []
         self._parts: list[Part] = []
         tensors = NamedTensors(self.model, self.plan.shapes)
         if self.plan.groups:
@@ -169,11 +169,10 @@ class Attachment:
         try:
             for number, method in enumerate(methods):
                 self._add(number, method, seed)
+            self._hook()
         except BaseException:
-            self._hooks: list[Any] = []
             self.close()
             raise
-        self._hooks = self._hooked()
 
     def _add(self, number: int, method: Method, seed: int) -> None:
         # Each has generators of its own, by its name, so that one more method does not change what another one draws.
@@ -250,11 +249,14 @@ class Attachment:
         """A task has ended: let methods act that wait for it. Where there is none it does nothing."""
         for part in self._parts:
             self._follow_device(part)
-            part.state = part.method.at_boundary(part.host, part.state)
+            self._keep(part, part.method.at_boundary(part.host, part.state))
+            self._tell_others(part)
+        self._switch()
 
     def discard(self) -> None:
         """Forget what was observed since the last optimizer step."""
         for part in self._parts:
+            part.observed = None
             if part.scorer is not None:
                 part.scorer.forget()
 
@@ -374,7 +376,9 @@ class Attachment:
         copied = memo[id(self)] = object.__new__(type(self))
         state = {name: value for name, value in vars(self).items() if name != "_hooks"}
         vars(copied).update(copy.deepcopy(state, memo))
-        copied._hooks = copied._hooked() if self._hooks else []  # torch copies an optimizer without its hooks
+        copied._hooks = []
+        if self._hooks:  # torch copies an optimizer without its hooks
+            copied._hook()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -392,12 +396,11 @@ class Attachment:
 
     # --- around the optimizer's step ----------------------------------------------------------------------------------
 
-    def _hooked(self) -> list[Any]:
-        hooks = after_steps(self._optimizers[-1], self._after_step)
-        if self.acts_before_steps is not None:
-            hooks += before_steps(self._optimizers[0], self._before_step)
-        # What made hooks possible is removed last.
-        return sorted(hooks, key=lambda hook: not isinstance(hook, RemovableHandle))
+    def _hook(self) -> None:
+        self._hooks = after_steps(self._optimizers[-1], self._after_step)
+        for optimizer in self._optimizers if self.acts_before_steps is not None else ():
+            self._hooks += before_steps(optimizer, self._before_step)
+        self._hooks.sort(key=lambda hook: not isinstance(hook, RemovableHandle))  # what made hooks possible goes last
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -408,7 +411,11 @@ class Attachment:
         for part in self._parts:
             self._follow_device(part)
             part.host.grad_scale = float(scale) if scale is not None else 1.0
-            part.state = part.method.before_step(part.host, part.state)
+            part.host.stepping = optimizer
+            try:
+                self._keep(part, part.method.before_step(part.host, part.state))
+            finally:
+                part.host.stepping = None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled optimizer.step stops here
@@ -423,14 +430,16 @@ class Attachment:
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        observed = [self._observed(part) for part in self._parts]  # all of them, before a method changes the weights
-        acted: list[Part] = []
+        try:
+            observed = [self._observed(part) for part in self._parts]  # all, before a method changes the weights
+        except BaseException:
+            self.discard()
+            raise
         try:
             for part, units in zip(self._parts, observed, strict=True):
-                if self._advance(part, units):
-                    acted.append(part)
+                self._advance(part, units)
         finally:  # when all have counted the step, so that what one has reset is of age 0 to the others
-            for part in acted if len(self._parts) > 1 else ():
+            for part in self._parts:
                 self._tell_others(part)
 
     def _observed(self, part: Part) -> UnitState | None:
@@ -439,8 +448,10 @@ class Attachment:
             given, part.observed = part.observed, None
             return given
         scorer = part.scorer
-        if scorer is None or not scorer.observer.active:
+        if scorer is None:
             return None
+        if not scorer.observer.active and scorer.sums.empty and not scorer.observer.passes:
+            return None  # not a step to be scored, or all of it was paused
         if not scorer.utility.needs_observe:  # else observe() has done so
             self._follow_device(part)
         units = scorer.finish()
@@ -450,12 +461,12 @@ class Attachment:
             raise ObservationError(units)
         if self.on_unobserved == "warn" and not part.told:
             part.told = True
-            warnings.warn(f"{units}. Such steps are passed over from here on", ObservationWarning, stacklevel=4)
+            warn(f"{units}. Such steps are passed over from here on", ObservationWarning)
         return None
 
-    def _advance(self, part: Part, observed: UnitState | None) -> bool:
+    def _advance(self, part: Part, observed: UnitState | None) -> None:
         """The optimizer has stepped: let a method act. If that fails, the step counts for nothing: its state is what
-        it was before the step was observed. Returns whether units were reset.
+        it was before the step was observed.
         """
         self._follow_device(part)
         host, scorer, notices = part.host, part.scorer, part.host.notices
@@ -464,24 +475,27 @@ class Attachment:
             state = part.method.after_step(host, part.state)
         finally:
             host.observed = None
-        before, part.state = part.state, state
-        acted = isinstance(state, UnitResets) and bool(state.last)
+        before = part.state
+        self._keep(part, state)
         if scorer is None:
-            return acted
-        scorer.units = units = part.units
+            return
+        units = part.units
         scorer.observer.active = not self._paused and part.method.observes(state)
         # The count is on the device, and is looked at when the host has to wait anyway.
-        if acted or (units.nonfinite is not before.units.nonfinite and units.birth.device.type == "cpu"):
+        if host.chosen or (units.nonfinite is not before.units.nonfinite and units.birth.device.type == "cpu"):
             notices.of_nonfinite(int(units.nonfinite))
-        return acted
+
+    def _keep(self, part: Part, state: Any) -> None:
+        part.state = state
+        if part.scorer is not None:
+            part.scorer.units = part.units
 
     def _tell_others(self, part: Part) -> None:
-        chosen = [(self.plan[name], index) for name, index in part.state.last.items()]
-        for other in self._parts:
+        """Of the units that a method has reset."""
+        chosen, part.host.chosen = part.host.chosen, []
+        for other in self._parts if chosen else ():
             if other is not part:
-                other.state = other.method.on_reset(other.host, other.state, chosen)
-                if other.scorer is not None:
-                    other.scorer.units = other.units
+                self._keep(other, other.method.on_reset(other.host, other.state, chosen))
 
     # --- for a compiled step ------------------------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
-from gxd.errors import NonFiniteWarning, ObservationWarning
+from gxd.errors import NonFiniteWarning, ObservationWarning, warn
 from gxd.score.utilities import Utility
 
 MANY_PASSES = 100  # without a step of the optimizer
@@ -31,14 +30,13 @@ class Notices:
         self.passes += 1
         if self.passes >= MANY_PASSES and not self._told_of_passes:
             self._told_of_passes = True
-            warnings.warn(
+            warn(
                 f"{MANY_PASSES} training passes, and the optimizer that this ContinualBackprop was made with has not "
                 "stepped: without its step() no unit ages or is reset. Usually it was made anew (on loading, by a "
                 "framework, for new parameter groups), or a wrapper steps another one (SAM its base optimizer). Make "
                 "the ContinualBackprop last, with the optimizer whose step() is called. If gradients are accumulated "
                 "over so many passes, all is well",
                 ObservationWarning,
-                stacklevel=3,
             )
 
     def have_named(self, group: str) -> bool:
@@ -53,32 +51,29 @@ class Notices:
         else:
             what = "the observed output"
             remedy = "Observe all outputs together (of policy and value: cbp.observe(score=log_probability + value))"
-        warnings.warn(
+        warn(
             f"{what} does not depend on the group {', '.join(map(repr, groups))}: its units are not scored, and not "
             f"reset, on steps where this is so. {remedy}, or leave the group out with exclude=... if that is meant",
             ObservationWarning,
-            stacklevel=3,
         )
 
     def of_left_alone(self, group: str, why: str) -> None:
         """It is due for a reset, and cannot be reset."""
         if group not in self._groups:
             self._groups.add(group)
-            warnings.warn(
+            warn(
                 f"the group {group!r} was due for a reset, but {why}: it is not reset as long as this is so. "
                 "Leave the group out with exclude=... if that is meant",
                 ObservationWarning,
-                stacklevel=3,
             )
 
     def of_nonfinite(self, count: int) -> None:
         """There were so many non-finite observations so far."""
         if count > self.nonfinite:
             self.nonfinite = count
-            warnings.warn(
+            warn(
                 "a non-finite observation (inf or NaN in activations, gradients or scores, or a target outside "
                 f"[0, 1]) was left out of the statistics, {count} so far; if it goes on, lower the learning rate or "
                 "the replacement rate",
                 NonFiniteWarning,
-                stacklevel=3,
             )

@@ -197,7 +197,11 @@ class Program:
             if unreached:
                 scorer.warn_of_unreached(unreached, part.observed)
         if self.recipe.update is None:
-            self._step_by_itself(results)
+            try:
+                self._step_by_itself(results)
+            finally:  # if it failed, this batch does not count
+                for part, _ in self.watched:
+                    part.observed = None
         elif self.attached is not None:
             self.attached.stepped()
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it

@@ -237,6 +237,8 @@ class CompiledStep:
             "batch": f"batches of more than {MOST_PROGRAMS} shapes; bring them to one shape, or drop the last",
             "options": f"the optimizer's options other than lr have had {number[most]} values; keep them as they are "
             "(a schedule of momentum: cycle_momentum=False)",
+            "scored": f"the attached methods observe steps in {number[most]} combinations; let them observe the "
+            "same ones (score_every, every)",
             "autocast": f"autocast has had {number[most]} settings; keep to one",
         }[most]
 

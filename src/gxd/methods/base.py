@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,15 @@ from gxd.reset.optimizers import NewState, all_inside
 from gxd.reset.units import operate
 from gxd.score.state import UnitState
 from gxd.score.utilities import Utility
+
+
+class Trained(NamedTuple):
+    """A parameter that an optimizer trains."""
+
+    name: str
+    parameter: nn.Parameter
+    lr: float
+    maximize: bool
 
 
 @dataclass
@@ -34,6 +43,8 @@ class Host:
         notices: what the user is warned of, once each.
         check_new_state: refuses optimizer state that appeared since, and that a reset could not be carried over to.
         grad_scale: of the gradients in ``before_step``, if a fused optimizer unscales them itself.
+        stepping: the optimizer that is about to step, in ``before_step``; one after the other, if there are several.
+        chosen: what :meth:`reset` has reset, of which the other methods are told.
         observed: the units with this step's observation taken in; None on steps that were not observed.
     """
 
@@ -46,6 +57,8 @@ class Host:
     notices: Notices
     observed: UnitState | None = None
     grad_scale: float = 1.0
+    stepping: Any = None
+    chosen: list[tuple[Group, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.check_new_state = NewState(self.optimizers, self.tensors)
@@ -57,15 +70,15 @@ class Host:
             return self.tensors[self.plan.groups[0].producers[0].weight].device
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter, float]]:
-        """Name, parameter and learning rate of all that the optimizers train, each once."""
+    def trained(self) -> Iterator[Trained]:
+        """All parameters that the optimizers train, each once; before a step, those of the optimizer that steps."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        for optimizer in all_inside(self.optimizers):
+        for optimizer in all_inside(self.optimizers if self.stepping is None else [self.stepping]):
             for group in getattr(optimizer, "param_groups", ()):
                 for parameter in group["params"]:
                     name = names.pop(id(parameter), None)
                     if name is not None and parameter.requires_grad:
-                        yield name, parameter, float(group["lr"])
+                        yield Trained(name, parameter, float(group["lr"]), bool(group.get("maximize")))
 
     def reset(
         self,
@@ -89,6 +102,7 @@ class Host:
             optimizers=self.optimizers,
             step_policy=step_policy,
         )
+        self.chosen += chosen
 
 
 class Method:

@@ -21,13 +21,13 @@ class L2Init(Method):
 
     def init(self, host: Host) -> dict[str, Tensor]:
         norms = {name for name, module in host.model.named_modules() if "Norm" in type(module).__name__}
-        trained = [(name, parameter) for name, parameter, _ in host.trained()]
-        return {name: p.detach().clone() for name, p in trained if name.rpartition(".")[0] not in norms}
+        named = host.model.named_parameters()  # also what is frozen now: it may be trained later
+        return {name: p.detach().clone() for name, p in named if name.rpartition(".")[0] not in norms}
 
     def after_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, parameter, lr in host.trained() if self.strength else ():
+        for name, parameter, lr, _ in host.trained() if self.strength else ():
             if name in state:
-                parameter.lerp_(state[name], min(1.0, lr * self.strength))
+                parameter.lerp_(state[name].to(parameter.dtype), min(1.0, lr * self.strength))
         return state
 
 
@@ -35,9 +35,10 @@ class L2InitPenalty(L2Init):
     """The same as a part of the gradient, before each step."""
 
     def before_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, parameter, _ in host.trained() if self.strength else ():
+        for name, parameter, _, maximize in host.trained() if self.strength else ():
             if name in state and parameter.grad is not None:
-                parameter.grad.add_(parameter - state[name], alpha=self.strength * host.grad_scale)
+                pull = -self.strength if maximize else self.strength
+                parameter.grad.add_(parameter - state[name].to(parameter.dtype), alpha=pull * host.grad_scale)
         return state
 
     def after_step(self, host: Host, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ those of training without hooks.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gxd.errors import ObservationError, ObservationWarning
+from gxd.errors import ObservationError, ObservationWarning, warn
 from gxd.observe.consumers import Site, register, replace_heads, replace_input, sites_of
 from gxd.observe.direction import Direction
 from gxd.observe.hooks import Begin, End, Hook, Unseen
@@ -145,17 +144,17 @@ class Observer:
         self.on_pass()
         if len(self.passes) >= MOST_PASSES:
             self.passes.pop(0)
-            warnings.warn(
+            warn(
                 f"{MOST_PASSES} training forward passes without observe() or optimizer.step(): the oldest are "
                 "forgotten. Run passes that are not trained on under torch.no_grad()",
                 ObservationWarning,
-                stacklevel=2,
             )
         self.passes.append(Pass(whole=whole, examples=examples))
         self.over = False
 
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
         """Note that a consumer of these views is about to read ``alias``: an alias of ``source``, or itself."""
+        source = getattr(source, "_gxd_source", source)
         for number in numbers:
             # A part of the model may be called by itself; then a view that is seen again tells that a new pass began.
             capture = self.passes[-1].get(number) if self.passes else None
@@ -263,6 +262,8 @@ class Input(Hook):
             alias = source.view_as(source) if self.nested else source
         else:
             alias = source.detach().requires_grad_()
+        if alias is not source:  # another observer would take the aliases of two consumers for two tensors
+            alias._gxd_source = getattr(source, "_gxd_source", source)  # type: ignore[attr-defined]
         observer.capture(self.site.views, source, alias)
         return alias
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,12 +105,11 @@ class Unseen(Hook):
     def act(self, observer: Observer, *call: Any) -> None:
         if not self.told:
             self.told = True
-            warnings.warn(
+            warn(
                 f"{self.name!r} runs in training, but did not when the model was traced, so the plan does not know "
                 "what it reads: a reset leaves it connected to the fresh units (its columns are not zeroed). Trace "
                 "all that training runs: example_inputs may be a list of calls",
                 ObservationWarning,
-                stacklevel=2,
             )
         if get_proxy_mode() is None:  # after a compiled step is traced, all hooks are put back
             observer.unseen.pop(self.name).remove()
