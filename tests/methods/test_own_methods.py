@@ -27,7 +27,7 @@ class ShrinkAndPerturb(gxd.Method):
         self.shrink, self.sigma, self.every = shrink, sigma, every
 
     def init(self, host: gxd.Host) -> dict[str, Any]:
-        return {"step": 0, "times": 0, "moved": {name: p.new_zeros(()) for name, p, _ in host.trained()}}
+        return {"step": 0, "times": 0, "moved": {name: p.new_zeros(()) for name, p, *_ in host.trained()}}
 
     def after_step(self, host: gxd.Host, state: dict[str, Any]) -> dict[str, Any]:
         state = {**state, "step": state["step"] + 1}
@@ -37,7 +37,7 @@ class ShrinkAndPerturb(gxd.Method):
         if not self.every:
             return state
         moved = {}
-        for name, parameter, _ in host.trained():
+        for name, parameter, *_ in host.trained():
             noise = torch.randn(parameter.shape, generator=host.generator).to(parameter)
             parameter.mul_(self.shrink).add_(noise, alpha=self.sigma)
             moved[name] = noise.norm()
@@ -62,10 +62,10 @@ class ClippedGradients(gxd.Method):
         self.most = most
 
     def init(self, host: gxd.Host) -> tuple[Tensor]:
-        return (next(p for _, p, _ in host.trained()).new_zeros(()),)
+        return (next(p for _, p, *_ in host.trained()).new_zeros(()),)
 
     def before_step(self, host: gxd.Host, state: tuple[Tensor]) -> tuple[Tensor]:
-        gradients = [p.grad for _, p, _ in host.trained() if p.grad is not None]
+        gradients = [p.grad for _, p, *_ in host.trained() if p.grad is not None]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         if norm > self.most:
             for g in gradients:
@@ -123,7 +123,7 @@ def test_the_contract_finds_a_method_that_keeps_its_state_to_itself():
         def after_step(self, host: gxd.Host, state: Any) -> Any:
             self.step += 1
             if self.every and self.step % self.every == 0:
-                for _, parameter, _ in host.trained():
+                for _, parameter, *_ in host.trained():
                     parameter.mul_(0.5)
             return state
 
@@ -142,7 +142,7 @@ def test_the_contract_finds_a_method_that_draws_from_the_global_generator():
             self.sigma = sigma
 
         def after_step(self, host: gxd.Host, state: Any) -> Any:
-            for _, parameter, _ in host.trained():
+            for _, parameter, *_ in host.trained():
                 parameter.add_(torch.randn_like(parameter), alpha=self.sigma)
             return state
 
