@@ -31,9 +31,10 @@ from gxd.score.state import UnitState
 from gxd.steps import after_steps, before_steps, is_nested, stepping, was_skipped
 
 ON_UNOBSERVED = ("raise", "warn", "skip")
-CLOSED = "observe() after close(): this ContinualBackprop is detached; make a new one"
+CLOSED = "observe() after close(): nothing is attached any more; make a new one"
 NO_COPY = (
-    "a ContinualBackprop is hooked to its model and its optimizer, so it cannot be pickled, nor copied by copy.copy(): "
+    "a ContinualBackprop, as all that gxd.attach returns, is hooked to its model and its optimizer, so it cannot be "
+    "pickled, nor copied by copy.copy(): "
     "save its state_dict() and load that into a new one, or copy.deepcopy((model, optimizer, cbp)) all three at once"
 )
 

@@ -101,14 +101,15 @@ def _expect(fits: bool, given: Any, path: str) -> None:
 def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise PlanError unless a saved state is whole, and of this plan and these methods."""
     if not isinstance(state, Mapping):
+        kind = type(state).__name__
         raise PlanError(
-            f"this is no state of a ContinualBackprop but a {type(state).__name__}: give what state_dict() returned"
+            f"this is no state of a ContinualBackprop (nor of gxd.attach) but a {kind}: give what state_dict() returned"
         )
     if state.get("version", STATE_VERSION) != STATE_VERSION:
         raise PlanError(f"the saved state has version {state['version']}, this gxd reads version {STATE_VERSION}")
     missing = [key for key in own if key not in state]
     if missing:
-        raise PlanError(f"this is no state of a ContinualBackprop: it lacks {', '.join(missing)}")
+        raise PlanError(f"this is no state of a ContinualBackprop (nor of gxd.attach): it lacks {', '.join(missing)}")
     for key in ("methods", "groups"):
         if not isinstance(state[key], Mapping):
             raise PlanError(f"the saved state is damaged: {key} is a {type(state[key]).__name__}")

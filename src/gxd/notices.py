@@ -31,10 +31,10 @@ class Notices:
         if self.passes >= MANY_PASSES and not self._told_of_passes:
             self._told_of_passes = True
             warn(
-                f"{MANY_PASSES} training passes, and the optimizer that this ContinualBackprop was made with has not "
+                f"{MANY_PASSES} training passes, and the optimizer that gxd is attached to has not "
                 "stepped: without its step() no unit ages or is reset. Usually it was made anew (on loading, by a "
                 "framework, for new parameter groups), or a wrapper steps another one (SAM its base optimizer). Make "
-                "the ContinualBackprop last, with the optimizer whose step() is called. If gradients are accumulated "
+                "the attachment last, with the optimizer whose step() is called. If gradients are accumulated "
                 "over so many passes, all is well",
                 ObservationWarning,
             )

@@ -652,7 +652,7 @@ def test_a_module_that_cbp_was_made_with_and_that_is_replaced_is_named():
 def test_a_step_after_close_is_refused():
     *_, cbp, step = with_resets()
     cbp.close()
-    with pytest.raises(ValueError, match="cbp is closed: make a new ContinualBackprop"):
+    with pytest.raises(ValueError, match="cbp is closed: attach a new one"):
         step(*batch())
 
 

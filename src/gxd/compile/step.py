@@ -24,7 +24,7 @@ from gxd.plan.layouts import unwrap
 from gxd.reset.optimizers import is_optimizer
 
 MOST_PROGRAMS = 8  # when more are asked for, steps run eagerly
-CLOSED = "cbp is closed: make a new ContinualBackprop"
+CLOSED = "cbp is closed: attach a new one"
 
 
 class Key(NamedTuple):

@@ -91,7 +91,7 @@ class Host:
         if replaced:
             raise PlanError(
                 f"{', '.join(map(repr, replaced))} was replaced (or pruned, or parametrized) after this "
-                "ContinualBackprop was made: a reset would write to what is no longer used, so nothing was reset. "
+                "attachment was made: a reset would write to what is no longer used, so nothing was reset. "
                 "close() this one, and make another with a new plan"
             )
         operate(

@@ -23,8 +23,8 @@ from gxd.score.utilities import Utility
 OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
 NO_PASS = (
     "observe() saw no training forward pass: run the model in training mode (model.train()) and with "
-    "gradients enabled, after this "
-    "ContinualBackprop was made; and once per forward pass: this one may have been observed already. "
+    "gradients enabled, after gxd was attached "
+    "to it; and once per forward pass: this one may have been observed already. "
     "A compiled model that ran before must be recompiled (torch.compiler.reset())"
 )
 
@@ -230,6 +230,6 @@ def _nothing_seen(utility: Utility, seen: bool, waiting: bool) -> str:
         )
     return (
         "optimizer.step() without a training forward pass since the last step: call model.train(), "
-        "and call the model this "
-        "ContinualBackprop was made for. The parameters were updated, no unit was scored or reset"
+        "and call the model that gxd is attached "
+        "to. The parameters were updated, no unit was scored or reset"
     )
