@@ -20,19 +20,26 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo report test test-zoo zoo-report golden lint types format venv clean
+.PHONY: help demo report methods test test-slow test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(LAB) ## watch backprop lose its plasticity, and resets keep it: about two minutes on two cores
+demo: $(LAB) ## watch backprop lose its plasticity, and the right resets keep it: about 90 seconds on two cores
 	$(BIN)/gxd demo
 
 report: $(LAB) ## our numbers beside the paper's as one page, build/report/index.html, from the digests in results/
 	$(BIN)/gxd report results --out build/report
 
+methods: $(LAB) ## what every method costs beside backprop, measured, and docs/methods.md with it: about three minutes
+	$(BIN)/gxd bench methods --json results/methods.json
+	$(BIN)/python -m gxd.lab.method_page results/methods.json docs/methods.md
+
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the tests that test leaves out: several processes, compilers, a cluster on this machine
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging Face, each plan proved on the model
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --show-capture=no tests/model_zoo/suite.py $(PYTEST_ARGS)

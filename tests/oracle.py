@@ -12,9 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-TARGET_LOGIT_UTILITIES = ("gxi", "gxd")
+TARGET_LOGIT_UTILITIES = ("gxi", "gxd", "output_gradient")
+LOSS_UTILITIES = ("loss_gradient", "taylor")
 LOCAL_UTILITIES = ("activation", "contribution", "mc_contribution", "mc_adaptable_contribution")
-UTILITIES = (*LOCAL_UTILITIES, "loss_gradient", *TARGET_LOGIT_UTILITIES, "gxd_all_logit", "gxd_sketch")
+UTILITIES = (*LOCAL_UTILITIES, *LOSS_UTILITIES, *TARGET_LOGIT_UTILITIES, "gxd_all_logit", "gxd_sketch", "gxd_kl")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -30,8 +31,9 @@ class View:
     """One group of units as one consumer sees it.
 
     h: (examples, positions, units).
-    g: the gradient at h, of the same shape: of the loss, of the target logit, or of v.z with a sign vector v
-       per example. For `gxd_all_logit` a sequence of them, over the classes. Local utilities need none.
+    g: the gradient at h, of the same shape: of the loss, of the target logit, of v.z with a sign vector v per example,
+       or of log p_y with a label y per example. For `gxd_all_logit` a sequence of them, over the classes. Local
+       utilities need none.
     r: (units,), the reference of each unit in this view. Utilities without a reference need none.
     """
 
@@ -62,6 +64,8 @@ def naive_scores(
         return [_local_score(utility, views, w_in, w_out, unit) for unit in range(units)]
     if utility == "loss_gradient":
         return [sum(_mean_abs(_one_gradient(view), unit, 0.0) for view in views) for unit in range(units)]
+    if utility == "taylor":
+        return [abs(sum(_product(view, unit) for view in views)) for unit in range(units)]
     if utility == "gxd_all_logit":
         per_class = []
         for klass in range(len(_class_gradients(views[0]))):
@@ -97,7 +101,9 @@ def _local_score(
 def _effect_score(
     utility: str, views: Sequence[View], gradients: Sequence[Tensor], unit: int, absolute_positions: bool
 ) -> float:
-    """Mean over the examples of the absolute first-order effect of moving the unit to r (for gxi: to 0)."""
+    """Mean over the examples of the absolute first-order effect of moving the unit to r (for gxi: to 0, for
+    output_gradient: by 1), squared for gxd_kl.
+    """
     examples = views[0].h.shape[0]
     total = 0.0
     for example in range(examples):
@@ -105,12 +111,22 @@ def _effect_score(
         for view, gradient in zip(views, gradients, strict=True):
             assert view.h.shape[0] == examples
             assert view.h.shape == gradient.shape
-            centre = 0.0 if utility == "gxi" else _reference(view, unit)
+            centre = _reference(view, unit) if utility.startswith("gxd") else 0.0
             for position in range(view.h.shape[1]):
                 h, g = float(view.h[example, position, unit]), float(gradient[example, position, unit])
-                effect += abs((h - centre) * g) if absolute_positions else (h - centre) * g
-        total += abs(effect)
+                moved = 1.0 if utility == "output_gradient" else h - centre
+                effect += abs(moved * g) if absolute_positions else moved * g
+        total += effect * effect if utility == "gxd_kl" else abs(effect)
     return total / examples
+
+
+def _product(view: View, unit: int) -> float:
+    """Sum over examples and positions of h dL/dh."""
+    total, gradient = 0.0, _one_gradient(view)
+    for example in range(view.h.shape[0]):
+        for position in range(view.h.shape[1]):
+            total += float(view.h[example, position, unit]) * float(gradient[example, position, unit])
+    return total
 
 
 def _mean_abs(values: Tensor, unit: int, centre: float) -> float:
@@ -140,6 +156,16 @@ def _class_gradients(view: View) -> Sequence[Tensor]:
     assert view.g is not None, "gxd_all_logit needs one gradient per class and view"
     assert not isinstance(view.g, Tensor), "gxd_all_logit needs one gradient per class and view"
     return view.g
+
+
+def _own_label(logits: Tensor, u: float) -> Tensor:
+    """onehot(y) - p of one example: y is the first class at which the probabilities so far exceed u."""
+    weights = [math.exp(float(z) - float(logits.max())) for z in logits]
+    p = [weight / sum(weights) for weight in weights]
+    label = 0
+    while label < len(p) - 1 and sum(p[: label + 1]) <= u:
+        label += 1
+    return torch.tensor([(klass == label) - p[klass] for klass in range(len(p))], dtype=torch.float64)
 
 
 # ---- selection
@@ -272,17 +298,18 @@ class NaiveCBP:
 
     # ---- one step of Algorithm 1
 
-    def step(self, x: Tensor, y: Tensor, signs: Tensor | None = None) -> StepRecord:
+    def step(self, x: Tensor, y: Tensor, noise: Tensor | None = None) -> StepRecord:
         """Train step, then ages, references, utilities, selection and resets.
 
         x: (examples, features). y: what the loss takes; the class of each example for target-logit utilities.
-        signs: (examples, classes), the random sign vectors, for `gxd_sketch` only.
+        noise: (examples, classes), the random sign vectors, for `gxd_sketch`; (examples,), in [0, 1), from which the
+        labels of `gxd_kl` follow.
         """
         weights = [weight.clone().requires_grad_() for weight in self.weights]
         biases = [None if bias is None else bias.clone().requires_grad_() for bias in self.biases]
         hidden, logits = self._forward(x, weights, biases, {})
         loss = self.loss(logits, y)
-        gradients = self._score_gradients(hidden, logits, loss, y, signs)
+        gradients = self._score_gradients(hidden, logits, loss, y, noise)
         torch.autograd.backward(loss)
         self._optimizer_step(weights, biases)
         before_reset = self.parameters()
@@ -324,20 +351,25 @@ class NaiveCBP:
         return hidden, nn.functional.linear(signal, weights[-1], biases[-1])
 
     def _score_gradients(
-        self, hidden: list[Tensor], logits: Tensor, loss: Tensor, y: Tensor, signs: Tensor | None
+        self, hidden: list[Tensor], logits: Tensor, loss: Tensor, y: Tensor, noise: Tensor | None
     ) -> list[Tensor | list[Tensor] | None]:
         """What `View.g` wants, for each group, at the parameters before the update."""
         if self.utility in LOCAL_UTILITIES:
             return [None for _ in hidden]
-        if self.utility == "loss_gradient":
+        if self.utility in LOSS_UTILITIES:
             return [gradient[:, None, :] for gradient in torch.autograd.grad(loss, hidden, retain_graph=True)]
         examples, classes = logits.shape
         if self.utility in TARGET_LOGIT_UTILITIES:
             directions = [nn.functional.one_hot(y, classes)]
         elif self.utility == "gxd_sketch":
-            assert signs is not None, "gxd_sketch needs signs"
-            assert signs.shape == logits.shape
-            directions = [signs]
+            assert noise is not None, "gxd_sketch needs signs"
+            assert noise.shape == logits.shape
+            directions = [noise]
+        elif self.utility == "gxd_kl":
+            assert noise is not None, "gxd_kl needs a number for each label"
+            directions = [
+                torch.stack([_own_label(*pair) for pair in zip(logits.detach(), noise.tolist(), strict=True)])
+            ]
         else:
             directions = [nn.functional.one_hot(torch.full((examples,), klass), classes) for klass in range(classes)]
         by_direction = [self._directional_gradients(hidden, logits, direction) for direction in directions]

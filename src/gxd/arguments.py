@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -89,17 +89,17 @@ def every(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, least: float, most: float = math.inf) -> float:
-    """A number in a range, checked."""
+def number(name: str, value: Any, least: float, most: float = sys.float_info.max) -> float:
+    """A number in a range, checked; a finite one, unless infinity is named as the limit."""
     if not _is_number(value) or not least <= float(value) <= most:
-        limits = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+        limits = f"{least:g} or more" if most >= sys.float_info.max else f"from {least:g} to {most:g}"
         raise ValueError(f"{name}={value!r} must be a number, {limits}")
     return float(value)
 
 
 def choice(name: str, value: Any, choices: Collection[str]) -> str:
     """One of some words, checked."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{near(value, choices)}")
     return str(value)
 

@@ -12,31 +12,36 @@ from typing import Any
 from torch import Tensor
 
 from gxd.errors import PlanError
+from gxd.sharded import is_sharded, shared_out, whole
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 _NUMBERS = (int, float)
+_UNFIT = "the saved state is damaged, or of another model, another plan, or a method with other options"
+_OBSERVED = ("mean", "score", "mean_count", "score_count", "gram")
 
 
 class Some(dict[str, Tensor]):
     """Tensors of any shape by any name: a part of a state that differs from step to step."""
 
 
-def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A state with a function applied to all its tensors."""
+def mapped(state: Any, function: Callable[[Tensor], Tensor], plain: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A state with a function applied to all its tensors, and another one to all else that it holds."""
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, dict):
-        return type(state)((key, mapped(value, function)) for key, value in state.items())
+        return type(state)((key, mapped(value, function, plain)) for key, value in state.items())
     if isinstance(state, (tuple, list)):
-        values = [mapped(value, function) for value in state]
+        values = [mapped(value, function, plain) for value in state]
         return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
-    return state
+    return plain(state)
 
 
 def saved(state: Any) -> Any:
-    """A state as dicts, lists, copied tensors and plain values: safe to load with ``weights_only=True``."""
+    """A state as dicts, lists, copied tensors and plain values: safe to load with ``weights_only=True``. What processes
+    share out is made whole, so that all of them save the same.
+    """
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return whole(state) if is_sharded(state) else state.detach().clone()
     if hasattr(state, "_asdict"):
         return {key: saved(value) for key, value in state._asdict().items()}
     if isinstance(state, dict):
@@ -64,13 +69,18 @@ def loaded(given: Any, like: Any, path: str, optional: bool = False) -> Any:
         return type(like)(*parts)
     if isinstance(like, Some):
         _expect(isinstance(given, Mapping) and all(isinstance(v, Tensor) for v in given.values()), given, path)
-        return Some({str(key): value.clone() for key, value in given.items()})
+        return Some(
+            {
+                str(key): loaded(value, like[key], f"{path}.{key}") if is_sharded(like.get(key)) else value.clone()
+                for key, value in given.items()
+            }
+        )
     if isinstance(like, dict):
         _expect(isinstance(given, Mapping), given, path)
         differing = [key for key in {**like, **given} if key not in given or key not in like]
         if differing:
             where = "missing" if differing[0] in like else "not known here"
-            raise PlanError(f"the saved state is damaged, or of another model: {path}.{differing[0]} is {where}")
+            raise PlanError(f"{_UNFIT}: {path}.{differing[0]} is {where}")
         return {key: loaded(given[key], value, f"{path}.{key}") for key, value in like.items()}
     if isinstance(like, (tuple, list)):
         _expect(isinstance(given, (tuple, list)), given, path)
@@ -81,12 +91,16 @@ def loaded(given: Any, like: Any, path: str, optional: bool = False) -> Any:
         )
     if isinstance(like, Tensor):
         _expect(isinstance(given, Tensor) and given.shape == like.shape, given, path)
-        return given.to(like, copy=True)
+        if given.is_floating_point() != like.is_floating_point():  # those of another precision are converted
+            raise PlanError(f"the saved state is damaged: {path} is of {given.dtype}, expected {like.dtype}")
+        return shared_out(given, like) if is_sharded(like) else given.to(like, copy=True)
     if like is None:
         _expect(isinstance(given, Tensor), given, path)
         return given.clone()
     if isinstance(like, _NUMBERS):
         _expect(isinstance(given, _NUMBERS), given, path)
+        if isinstance(like, int) and not float(given).is_integer():
+            raise PlanError(f"the saved state is damaged: {path} is {given}")
         return type(like)(given)
     _expect(isinstance(given, type(like)), given, path)
     return given
@@ -95,7 +109,7 @@ def loaded(given: Any, like: Any, path: str, optional: bool = False) -> Any:
 def _expect(fits: bool, given: Any, path: str) -> None:
     if not fits:
         what = f"has shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
-        raise PlanError(f"the saved state is damaged, or of another plan: {path} {what}")
+        raise PlanError(f"{_UNFIT}: {path} {what}")
 
 
 def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -130,20 +144,23 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
         raise PlanError(
             f"the saved state is of another model or plan: group {differing[0]!r} has "
-            f"{theirs.get(differing[0], 'no')} units there and "
-            f"{ours.get(differing[0], 'no')} here"
+            f"{theirs.get(differing[0], 'no')} units there and {ours.get(differing[0], 'none')} here"
         )
     if state["fingerprint"] != own["fingerprint"]:
         raise PlanError("the saved state is of another plan: same group names, but other rows or columns")
     loaded(state["inits"], own["inits"], "inits")
 
 
-def check_observed(given: Any, mean: Tensor, score: Tensor, views: int, groups: int, path: str) -> None:
+def check_observed(
+    given: Any, mean: Tensor, score: Tensor, gram: tuple[Tensor, ...], views: int, groups: int, path: str
+) -> None:
     """Raise PlanError unless this is what the passes of half a step have shown, or nothing."""
-    if not isinstance(given, Mapping) or any(n not in given for n in ("mean", "score", "mean_count", "score_count")):
+    if not isinstance(given, Mapping) or any(n not in given for n in _OBSERVED):
         raise PlanError(f"the saved state is damaged: {path} is not whole")
     loaded(given["mean"], mean, f"{path}.mean", optional=True)
     loaded(given["score"], score, f"{path}.score", optional=given["mean"] is None)
     for name, like in (("mean_count", views), ("score_count", groups)):
         if not isinstance(given[name], (list, tuple)) or len(given[name]) != (0 if given["mean"] is None else like):
             raise PlanError(f"the saved state is damaged: {path}.{name} has not {like} entries")
+        loaded(given[name], (0,) * len(given[name]), f"{path}.{name}")
+    loaded(given["gram"], () if given["mean"] is None else gram, f"{path}.gram")

@@ -1,16 +1,19 @@
-"""Whether a plan, a model and its optimizers go together."""
+"""Whether a plan, a model, its optimizers and methods go together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gxd.errors import PlanError
+from gxd.methods.base import Method
 from gxd.plan.layouts import NamedTensors
 from gxd.plan.units import UnitPlan, tensor_names
 from gxd.reset.optimizers import check_state, trained_by
+from gxd.sharded import is_sharded, reshard, sharded_modules
 
 
 def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -38,7 +41,24 @@ def check_plan(plan: UnitPlan, model: nn.Module, optimizers: Sequence[Optimizer]
             f"frozen after the plan was made (requires_grad=False): {', '.join(frozen[:5])}"
             f"{' ...' if len(frozen) > 5 else ''}, and a reset would write it: make a new plan"
         )
-    for name in plan.shapes:
-        if hasattr(tensors[name], "device_mesh"):
-            raise PlanError(f"{name!r} is sharded (DTensor): resets of sharded parameters are not supported")
     check_state(optimizers, parameters)
+
+
+def check_shards(model: nn.Module, methods: Sequence[Method]) -> None:
+    """Raise PlanError if parameters are shared out among processes in a way, or for a method, that is not supported."""
+    modules = sharded_modules(model)
+    reshard(modules)
+    shards: dict[str, Any] = {name: tensor for name, tensor in model.named_parameters() if is_sharded(tensor)}
+    for name, tensor in shards.items():
+        axes = sum(placement.is_shard() for placement in tensor.placements)
+        if not modules or axes > 1:
+            raise PlanError(
+                f"{name!r} is sharded (DTensor), and not by torch.distributed.fsdp.fully_shard alone: parameters that "
+                "are sharded for tensor parallelism are not supported"
+            )
+    unready = [method.name for method in methods if not method.sharded]
+    if shards and unready:
+        raise PlanError(
+            f"the parameters are sharded (fully_shard), which {', '.join(unready)} is not made for: leave it out, or "
+            "train with DistributedDataParallel. A method of yours that can work with DTensors says so: sharded = True"
+        )

@@ -46,7 +46,7 @@ class Notices:
     def of_unreached(self, groups: Sequence[str]) -> None:
         """These ran, but the output does not depend on them, which no warning has said yet."""
         self._groups.update(groups)
-        if self.utility is not None and self.utility.gradient == "loss":
+        if self.utility is not None and self.utility.gradient in ("loss", "weights"):
             what, remedy = "the loss", "Train on all outputs in the same step"
         else:
             what = "the observed output"
@@ -77,3 +77,12 @@ class Notices:
                 "the replacement rate",
                 NonFiniteWarning,
             )
+
+    def of_no_boundary(self, method: str, steps: int) -> None:
+        """It waits for the end of a task, and none came in so many steps."""
+        warn(
+            f"{method} acts at the end of a task, and in {steps} steps there was none: call boundary() of what "
+            "gxd.attach returned where a task ends, or give the number of steps after which it acts, if it has an "
+            "option for that (every=..., at=...)",
+            ObservationWarning,
+        )

@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from gxd.checkpoint import mapped
 from gxd.plan.units import UnitPlan
+from gxd.sharded import is_sharded
 
 
 class Processes:
@@ -49,10 +50,19 @@ class Processes:
         return tensor
 
     def agreed(self, state: Any) -> Any:
-        """The first process's state: its tensors, copied; see :mod:`gxd.checkpoint`."""
+        """The first process's state: its tensors, copied, and the plain values; see :mod:`gxd.checkpoint`. What they
+        share out is the same to all of them.
+        """
         if not self.several:
             return state
-        return mapped(state, lambda tensor: self.agree(tensor.clone(memory_format=torch.contiguous_format)))
+        plain: list[Any] = []
+        mapped(state, lambda tensor: tensor, plain.append)
+        if plain:
+            dist.broadcast_object_list(plain, src=dist.get_global_rank(self.group, 0), group=self.group)
+        rest = iter(plain)
+        copied = lambda tensor: tensor.clone(memory_format=torch.contiguous_format)  # noqa: E731
+        agreed = lambda tensor: tensor if is_sharded(tensor) else self.agree(copied(tensor))  # noqa: E731
+        return mapped(state, agreed, lambda _: next(rest))
 
     def agreed_inits(self, plan: UnitPlan, device: torch.device) -> UnitPlan:
         """Fresh weights must be the same everywhere, also if the processes started from different weights."""

@@ -16,12 +16,13 @@ from contextlib import suppress
 
 # The subcommand NAME is the function `command` of the module `gxd.lab.NAME`.
 COMMANDS = {
-    "demo": "watch backprop lose plasticity and resets keep it, in about two minutes",
-    "run": "one experiment of the paper: permuted-digits, permuted-mnist, cifar100",
+    "demo": "watch backprop lose plasticity and the right resets keep it, in about 90 seconds",
+    "run": "train one method on one stream of tasks; without arguments it lists both",
     "sweep": "a grid of runs from a TOML file, on this machine or on a Ray cluster",
     "assay": "how well each utility predicts the true cost of a reset",
     "report": "tables and figures of the paper beside ours, as one HTML page",
     "data": "fetch or verify MNIST and CIFAR-100",
+    "leaderboard": "every method on five streams under one protocol; add a method of your own",
     "bench": "what a step costs, relative to plain backprop",
 }
 EXTRA = "the command gxd needs the lab's packages: pip install 'gxd[lab]'"
@@ -89,7 +90,7 @@ def _call(name: str, args: list[str]) -> int:
 
 def usage() -> str:
     """The overview that ``gxd --help`` prints."""
-    lines = [f"  {name:8s} {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:11s} {text}" for name, text in COMMANDS.items()]
     last = "gxd COMMAND --help says what each takes, gxd --version which version this is."
     return "\n".join(["usage: gxd COMMAND ...", "", *lines, "", last])
 

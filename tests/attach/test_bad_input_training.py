@@ -404,6 +404,25 @@ def test_a_state_with_a_part_of_the_wrong_kind_is_refused_and_nothing_of_it_is_l
     refused_state(attach(replacement_rate=0.1), damaged((key,), value), key if key != "fingerprint" else "another plan")
 
 
+PART = ("methods", "0.continual_backprop")
+WRONG_VALUES = [
+    ("a generator of another type", (*PART, "generator"), lambda old: old.double() / 3),
+    ("a step that is no number", (*PART, "state", "units", "step"), lambda old: float("nan")),
+    ("half a step", (*PART, "state", "units", "step"), lambda old: old + 0.5),
+    ("a count that is a string", (*PART, "observed", "mean_count", 0), lambda old: "8"),
+    ("a count that is no number", (*PART, "observed", "score_count", 1), lambda old: float("nan")),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong"), named(WRONG_VALUES))
+def test_a_state_with_a_wrong_value_is_refused_and_nothing_of_it_is_loaded(path, wrong):
+    old = saved()
+    for key in path:
+        old = old[key]
+    state = damaged(path, wrong(old))
+    refused_state(attach(replacement_rate=0.1), state, path[-1] if isinstance(path[-1], str) else path[-2])
+
+
 OTHER_OBJECTS = [
     ("None", None, ("ContinualBackprop",)),
     ("a number", 3, ("ContinualBackprop",)),

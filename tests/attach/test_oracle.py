@@ -67,10 +67,12 @@ def random_batches(steps: int, features: int, classes: int, examples: int = 6) -
         ("gxd", [0.0, 2.0]),
         ("gxd_all_logit", [0.0, 2.0]),
         ("gxd_sketch", [0.0, 2.0]),
+        ("output_gradient", [2.0, 1.0]),
+        ("taylor", [6.0, 1.0]),
     ],
 )
 def test_the_2_2_1_net_has_the_scores_computed_by_hand(utility: str, expected: list[float]) -> None:
-    record = hand_net(utility).step(HAND_X, HAND_Y, signs=torch.tensor([[1.0], [-1.0]]))
+    record = hand_net(utility).step(HAND_X, HAND_Y, noise=torch.tensor([[1.0], [-1.0]]))
     assert record.references == [[3.0, 1.0]]
     assert record.scores == [expected]
     assert record.utilities == [expected]
@@ -376,7 +378,7 @@ def test_a_run_resets_at_the_replacement_rate_and_only_the_lowest_mature_units(u
     mature = [0, 0]
     for x, y in random_batches(20, features=3, classes=3):
         signs = torch.randint(2, (len(y), 3), generator=make) * 2 - 1
-        record = net.step(x, y, signs)
+        record = net.step(x, y, torch.rand(len(y), generator=make) if utility == "gxd_kl" else signs)
         for group in (0, 1):
             mature[group] += sum(age > 2 for age in record.ages[group])
         for group, units in record.resets:

@@ -1,5 +1,7 @@
 """What several methods on one model, and steps that go wrong, must not do to each other."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,7 @@ def train(model, optimizer, attached=None, x=X):
 
 @pytest.mark.parametrize("utility", gxd.utilities())
 def test_two_methods_that_score_by_the_same_utility_see_the_same(utility):
-    if utility == "random" or utility == "gxd_sketch":
+    if utility in ("random", "gxd_sketch", "gxd_kl", "gxd_second_order"):
         pytest.skip("each draws for itself")
     model = TwoReaders()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -94,6 +96,37 @@ def test_l2_init_acts_on_the_parameters_of_every_optimizer_with_a_scaler(decoupl
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert distance_after(10, two, scaler, decoupled=decoupled) == pytest.approx(0.9**10, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in gxd.methods() if name != "plasticity_injection"])
+def test_every_method_follows_a_model_that_changes_its_type(name: str):
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    often = {"redo": {"every": 2}, "regrama": {"every": 2}, "cpr": {"every": 2}, "swr": {"every": 2}}
+    attached = gxd.attach(model, optimizer, gxd.method(name, **often.get(name, {})), example_inputs=X)
+    for x in (X, X, X.double(), X.double(), X, X):
+        model.to(x.dtype)
+        output = model(x)
+        attached.observe(score=output.sum(1))
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with attached.evaluating():
+        model(X)
+    attached.boundary([(X, X[:, :3])], nn.functional.mse_loss)
+    attached.load_state_dict(attached.state_dict())
+    assert all(p.isfinite().all() and p.dtype == X.dtype for p in model.parameters())
+
+
+def test_a_step_while_evaluating_is_refused_before_a_method_has_acted():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attached = gxd.attach(model, optimizer, gxd.method("upgd"), gxd.method("hare_and_tortoise"))
+    model(X).sum().backward()
+    before = attached.state_dict(), copy.deepcopy(model.state_dict())
+    with attached.evaluating(), pytest.raises(RuntimeError, match="within evaluating"):
+        optimizer.step()
+    assert same((attached.state_dict(), model.state_dict()), before)
 
 
 def test_l2_init_follows_the_type_of_the_model_and_what_is_trained_later():
@@ -156,7 +189,7 @@ class AtBoundaries(UnitReset):
 
     def at_boundary(self, host, state):
         chosen = [(host.plan.groups[0], torch.tensor([0, 1]))]
-        host.reset(chosen, {}, "keep")
+        host.reset(chosen, {})
         return self.on_reset(host, state, chosen)
 
 
@@ -164,7 +197,7 @@ class EveryStep(gxd.Method):
     name, needs_units = "every_step", True
 
     def after_step(self, host, state):
-        host.reset([(host.plan.groups[0], torch.tensor([0, 1]))], {}, "keep")
+        host.reset([(host.plan.groups[0], torch.tensor([0, 1]))], {})
         return state
 
 

@@ -97,7 +97,12 @@ def test_a_wrapper_that_takes_part_in_the_step_has_finished_before_the_reset(wra
     cbp = gxd.ContinualBackprop(model, optimizer, plan=PLAN, utility="activation", maturity=3, replacement_rate=0.4)
     seen = []
     host = cbp._parts[0].host
-    host.reset = lambda *_: seen.append(copy.deepcopy(model.state_dict()))  # type: ignore[method-assign]
+
+    def noted(chosen: Any, *_: Any, **__: Any) -> Any:
+        seen.append(copy.deepcopy(model.state_dict()))
+        return chosen
+
+    host.reset = noted  # type: ignore[method-assign]
     train(model, optimizer, 4)
     assert len(seen) == 1 and torch.equal(seen[0]["0.weight"], model[0].weight)
 

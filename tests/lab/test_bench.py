@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 import gxd
 from gxd.lab import bench, models
-from gxd.lab.bench import machine, memory, suites, table, variants, whole
+from gxd.lab.bench import machine, memory, methods, suites, table, variants, whole
 from gxd.lab.bench.measure import Row, Target, Timing, compare, measure
 from gxd.lab.errors import UserError
 from gxd_command import main
@@ -36,8 +37,8 @@ def spender(clock, seconds, calls=None, name=""):
     return lambda: step
 
 
-def small_mlp(scope, width=8, depth=2, batch=4):
-    model = partial(models.mlp, 6, 3, width=width, depth=depth)
+def small_mlp(scope, width=8, depth=2, batch=4, layer_norm=False):
+    model = partial(models.mlp, 6, 3, width=width, depth=depth, layer_norm=layer_norm)
     return variants.Setting(f"tiny, width {width}", model, (batch, 6), 3)
 
 
@@ -280,6 +281,72 @@ def test_settings_of_one_suite_share_a_table_and_empty_columns_are_left_out():
     console = Console(file=io.StringIO(), width=100)
     table.show(rows, console)
     assert "[x]" in console.file.getvalue()
+
+
+# --- every method -----------------------------------------------------------------------------------------------------
+
+
+class Waits(gxd.Method):
+    """Acts when a task ends, and needs a norm."""
+
+    def init(self, host):
+        if not any(isinstance(module, torch.nn.LayerNorm) for module in host.model.modules()):
+            raise ValueError("a model without norms")
+        return torch.zeros(1000)
+
+    def at_boundary(self, host, state):
+        ENDS.append(state)
+        return state
+
+
+class Refuses(gxd.Method):
+    def init(self, host):
+        raise ValueError("not this\nmodel")
+
+
+ENDS = []
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Three methods of gxd's, one that waits for boundaries, and one that refuses."""
+    known = dict(gxd.methods())
+    monkeypatch.setattr(
+        sys.modules["gxd.methods.registry"], "_REGISTRY", {name: known[name] for name in ("redo", "l2_init", "swr")}
+    )
+    gxd.register_method("waits", description="", inert={})(Waits)
+    gxd.register_method("refuses", description="", inert={})(Refuses)
+
+
+def test_every_registered_method_is_timed_with_its_events_and_its_memory(tiny, registry):
+    times, kept = list(methods.methods(suites.Scope(rounds=1)))
+    rows = {row.variant: row for row in times}
+    events = {"redo, every step", "swr, every step", "waits, a boundary"}
+    assert set(rows) == {"backprop", *gxd.methods(), *events}
+    assert all(row.value > 0 for name, row in rows.items() if name != "refuses")
+    assert rows["refuses"].note == "skipped: not this model" and rows["refuses"].value is None
+    assert ENDS
+    rows = {row.variant.removesuffix(", kept"): row for row in kept}
+    assert set(rows) == {"backprop", *gxd.methods()} and rows["refuses"].note == "skipped: not this model"
+    weights = sum(p.numel() for p in small_mlp(None, layer_norm=True).fresh().parameters())
+    assert rows["backprop"].ratio == 1.0 and rows["backprop"].unit == "kB"
+    assert rows["backprop"].value * 1024 >= 3 * 4 * weights  # the weights and Adam's two moments
+    assert rows["waits"].value * 1024 >= 4000 and rows["waits"].ratio > 1.5
+    assert 1.1 < rows["l2_init"].ratio < 1.4  # a copy of the weights
+    assert 7.8 < rows["redo"].value < 9.0  # the ages at which the last 1000 units were reset, and a little per unit
+
+
+def test_the_head_is_prepared_for_an_injection(tiny):
+    row, event = next(methods.methods(suites.Scope(rounds=1, only=("plasticity_injection*",))))[1:]
+    assert row.value > 0 and event.value > 0
+
+
+def test_a_quick_benchmark_of_methods_is_written_as_markdown(tiny, registry, tmp_path):
+    file = tmp_path / "b.md"
+    assert main(["bench", "methods", "--quick", "--only", "swr*", "--markdown", str(file)]) == 0
+    assert [line.split(" |")[0] for line in file.read_text().splitlines() if line.startswith("| ")] == [
+        *("| variant", "| backprop", "| swr", "| swr, every step", "| backprop, kept", "| swr, kept")
+    ]
 
 
 # --- the loop and the assay -------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ import gxd
 import gxd_command
 from gxd.lab import run, store
 from gxd.lab.arguments import parse
-from gxd.lab.config import EXPERIMENTS, PermutedDigits
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import EXPERIMENTS
+from gxd.lab.experiments.permuted_digits import PermutedDigits
 from gxd.lab.progress import Board, Progress, clock
 from gxd_command import COMMANDS, main
 from tests.command import COMMAND
+from tests.lab.tiny import small_data
 
 SMALL = ["--width", "16", "--depth", "2", "--epochs", "1", "--batch-size", "32", "--compile", "no"]
 
@@ -49,6 +51,21 @@ def test_run_trains_every_seed_and_says_where_and_how_well(tmp_path, capsys) -> 
     assert capsys.readouterr().out == said.out
 
 
+def test_a_run_says_what_its_experiment_counts(tmp_path, capsys, monkeypatch) -> None:
+    small_data(monkeypatch)
+    argv = ["run", "slow-regression", "--tasks", "2", "--method", "redo", "--options", "every=7", "threshold=0.5"]
+    assert main([*argv, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    path, last = said.out.splitlines()
+    assert last == f"final loss: seed 0 {store.read_metrics(store.Path(path))[-1]['loss']:.4f}"
+    assert re.search(r"redo relu seed 0: done, loss \d", said.err)
+    assert store.read_json(store.Path(path) / "config.json")["config"]["options"] == {"every": 7, "threshold": 0.5}
+    assert main(["run", "cifar-5+1", "--tasks", "2", "--batch-size", "2", "--out", str(tmp_path)]) == 0
+    path, last = capsys.readouterr().out.splitlines()
+    hard, easy = store.read_metrics(store.Path(path))
+    assert last == f"final online accuracy: seed 0 {hard['online_accuracy']:.4f}" and easy["task"] == 1
+
+
 def test_run_says_where_a_seed_diverged(tmp_path, capsys) -> None:
     argv = ["run", "permuted-digits", *SMALL, "--tasks", "2", "--seed", "0", "--lr", "1e9", "--out", str(tmp_path)]
     assert main(argv) == 0
@@ -64,11 +81,12 @@ def test_every_setting_is_an_option_whose_help_says_the_papers_value(capsys) -> 
         for field in fields(EXPERIMENTS[name]):
             assert f"--{field.name.replace('_', '-')} " in words.replace(",", " ")
         assert words.count("Paper:") >= 14
-    assert "Backprop: 0. Paper: 1e-4." in words
+        assert "the paper that the experiment comes from" in words
+        assert ("--paper" in words) == (name == "permuted-mnist")
 
 
 def test_overviews_list_what_there_is(capsys) -> None:
-    for argv, names in (([], COMMANDS), (["run"], EXPERIMENTS)):
+    for argv, names in (([], COMMANDS), (["run"], [*EXPERIMENTS, *gxd.methods(), *gxd.utilities()])):
         assert main(argv) == 0
         said = capsys.readouterr().out
         assert all(name in said for name in names)
@@ -83,6 +101,12 @@ def test_overviews_list_what_there_is(capsys) -> None:
         (["run", "permuted-digits", "--lr", "x"], ["--lr", "'x'"]),
         (["run", "permuted-digits", "--activation", "rellu"], ["'rellu'", "leaky_relu"]),
         (["run", "permuted-digits", "--method", "gdx"], ["'gdx'", "'gxd'"]),
+        (["run", "permuted-digits", "--method", "rdeo"], ["'rdeo'", "'redo'"]),
+        (["run", "permuted-digits", "--method", "redo", "--options", "evry=5"], ["'evry'", "Did you mean 'every'?"]),
+        (["run", "permuted-digits", "--method", "redo", "--options", "every=x"], ["every='x'", "a whole number"]),
+        (["run", "permuted-digits", "--network", "linear"], ["gxd cannot treat the network", "no unit to reset"]),
+        (["run", "permuted-digits", "--network", "linear", "--layer-norm"], ["layer_norm", "linear"]),
+        (["run", "permuted-digits", "--optimizer", "adam", "--momentum", "0.5"], ["momentum=0.5", "Adam"]),
         (["run", "permuted-digits", "--rate", "3"], ["rate=3.0", "[0, 1]"]),
         (["run", "permuted-digits", "--device", "abacus"], ["device 'abacus'", "--device cpu"]),
         (["run", "permuted-digits", "--device", "meta"], ["device 'meta'", "--device cpu", 'device = "cpu"']),
@@ -272,6 +296,11 @@ def test_without_a_terminal_a_board_writes_a_line_now_and_then() -> None:
     assert said[1] == "one: task 25/110, accuracy 12.5%, ETA 1:25"
     assert len(said) == 1 + 6 + 2
     assert said[-2:] == ["one: done, accuracy 55.0% (1:40)", "two: was done before (0:00)"]
+
+
+def test_a_board_shows_a_loss_as_a_number() -> None:
+    assert Progress(3, 9, 0.51239, "loss").words == "loss 0.512" and Progress(3, 9, None, "loss").words == "loss -"
+    assert Progress(3, 9, 0.51239, "online_accuracy").words == "accuracy 51.2%"
 
 
 def test_on_a_terminal_a_board_draws_a_bar_per_run(monkeypatch) -> None:

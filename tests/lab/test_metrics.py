@@ -33,7 +33,8 @@ def probe(model, examples=40, shape=(64,), classes=10):
 def test_every_metric_that_is_measured_has_a_definition():
     model = models.mlp(64, 10, width=16)
     assert set(metrics.measure(model, *probe(model))) == MEASURED
-    others = {"task", "test_accuracy", "online_accuracy", "loss", "resets"}
+    others = {"task", "test_accuracy", "test_loss", "online_accuracy", "loss", "resets"}
+    others |= {"churn", "median_age_at_reset"}
     assert set(metrics.DEFINITIONS) == MEASURED | others and all(metrics.DEFINITIONS.values())
 
 
@@ -129,6 +130,7 @@ def test_a_unit_is_dormant_at_a_fortieth_of_its_layers_mean():
 
 @torch.no_grad()
 def test_a_channel_is_read_after_norm_and_activation_and_is_dormant_only_in_all_views():
+    torch.manual_seed(4)
     model = models.ResNet(8, [(8, 1), (8, 1)], classes=10)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gxd.lab import store
-from gxd.lab.config import PermutedDigits
 from gxd.lab.errors import UserError
+from gxd.lab.experiments.permuted_digits import PermutedDigits
 from gxd.lab.store import RunDirectory, read_config, read_metrics, write_bytes
 
 CONFIG = PermutedDigits(tasks=3, lr=0.1)

@@ -1,30 +1,14 @@
 """Streams: pure functions of (seed, task), on the device, permuted lazily."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gxd.lab import data, streams
-from gxd.lab.data import Dataset
+from gxd.lab import streams
 from gxd.lab.errors import UserError
-
-
-def tiny(examples=40, tests=10, shape=(12,), classes=4):
-    """A data set whose pixels tell which image and which pixel they are."""
-    pixels = torch.arange((examples + tests) * torch.Size(shape).numel()) % 251
-    images = pixels.to(torch.uint8).reshape(-1, *shape)
-    labels = torch.arange(examples + tests) % classes
-    return Dataset(images[:examples], labels[:examples], images[examples:], labels[examples:], classes, 255)
-
-
-def whole(batches):
-    xs, ys = zip(*batches)
-    return torch.cat(xs), torch.cat(ys)
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+from tests.lab.tiny import equal, tiny, whole
 
 
 def test_a_task_is_a_pure_function_of_seed_and_number():
@@ -48,7 +32,7 @@ def test_seeds_tasks_and_epochs_all_differ():
 def test_streams_leave_the_global_random_state_alone():
     before = torch.get_rng_state()
     task = streams.Permuted(tiny(), 0, 16).task(1)
-    whole(task.batches(0)), task.draw(5), streams.pairs(10, 0)
+    whole(task.batches(0)), task.draw(5), streams.some(tiny(), 5, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -101,37 +85,10 @@ def test_permuted_digits_has_1440_training_and_357_test_images_of_all_classes():
     assert x.min() == 0 and x.max() == 1
 
 
-def test_the_first_pairs_exhaust_the_classes_and_no_pair_ever_repeats():
-    pairs = streams.pairs(100, seed=0)
-    assert sorted(itertools.chain(*pairs[:50])) == list(range(100))
-    assert len({frozenset(pair) for pair in pairs}) == len(pairs) == 4950
-    assert streams.pairs(100, seed=0) == pairs != streams.pairs(100, seed=1)
-    higher_second = sum(a < b for a, b in pairs) / len(pairs)
-    assert 0.45 < higher_second < 0.55  # a class number says nothing about the label
-
-
-def test_a_pair_task_holds_the_standardised_images_of_its_two_classes():
-    dataset = tiny(shape=(3, 32, 32), examples=60, tests=20, classes=6)
-    stream = streams.ClassPairs(dataset, seed=0, batch_size=4)
-    first, second = stream.pairs[2]
-    task = stream.task(2)
-    assert stream.classes == 2 and stream.input_shape == (3, 32, 32) and stream.tasks == 15
-    of_second = dataset.train_images[dataset.train_labels == second].float() / 255
-    expected = (of_second - torch.tensor(streams.CIFAR_MEAN).view(3, 1, 1)) / torch.tensor(streams.CIFAR_STD).view(
-        3, 1, 1
-    )
-    assert torch.allclose(task.train_images[task.train_labels == 1], expected)
-    assert len(task.train_labels) == (dataset.train_labels == first).sum() + len(of_second)
-    assert torch.bincount(task.test_labels).tolist() == [
-        int((dataset.test_labels == first).sum()),
-        int((dataset.test_labels == second).sum()),
-    ]
-
-
 def test_a_task_that_does_not_exist_is_an_error():
-    stream = streams.ClassPairs(tiny(shape=(3, 32, 32), classes=4), seed=0, batch_size=4)
-    with pytest.raises(UserError, match="no task 6: this stream has tasks from 0 to 5"):
-        stream.task(6)
+    stream = streams.AllClasses(tiny(shape=(3, 32, 32), examples=240), seed=0, batch_size=4)
+    with pytest.raises(UserError, match="no task 1: this stream has tasks from 0 to 0"):
+        stream.task(1)
     with pytest.raises(UserError, match="no task -1"):
         streams.Permuted(tiny(), 0, 4).task(-1)
 
@@ -183,12 +140,19 @@ def test_rotation_is_anticlockwise_by_up_to_fifteen_degrees(monkeypatch):
     assert 13.7 < min(radii) <= max(radii) < 14.3
 
 
-def test_every_experiment_has_a_stream():
-    assert set(streams.STREAMS) == {"permuted-digits", "permuted-mnist", "cifar100"}
+def test_an_unshuffled_task_comes_in_its_own_order_and_whole_batches_leave_the_rest_out():
+    task = replace(streams.Permuted(tiny(), 0, 16).task(0), shuffled=False, whole_batches=True)
+    for epoch in (0, 1):
+        x, y = whole(task.batches(epoch))
+        assert torch.equal(y, task.train_labels[:32]) and len(x) == 32
+    assert task.steps == len(list(task.batches())) == 2
 
 
-def test_data_without_a_directory_name_the_command_that_fetches_them(tmp_path):
-    for name, argument in (("permuted-mnist", "mnist"), ("cifar100", "cifar100")):
-        with pytest.raises(UserError, match=f"gxd data fetch {argument}"):
-            streams.STREAMS[name](0, data_dir=tmp_path)
-    assert data.directory(tmp_path) == tmp_path
+def test_some_of_a_data_set_are_different_training_examples_of_it_drawn_with_the_seed():
+    dataset = tiny(shape=(1,), examples=40)
+    few = streams.some(dataset, 25, seed=1)
+    assert len(set(few.train_images.flatten().tolist())) == 25 == len(few.train_labels)
+    for image, label in zip(few.train_images, few.train_labels):
+        assert label == dataset.train_labels[dataset.train_images.flatten() == image]
+    assert torch.equal(few.test_images, dataset.test_images)
+    assert not torch.equal(few.train_images, streams.some(dataset, 25, seed=2).train_images)

@@ -21,11 +21,13 @@ import pytest
 
 import gxd_command as cli
 from gxd.lab import cluster, run, workers
-from gxd.lab.config import Experiment, PermutedDigits
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment
+from gxd.lab.experiments.permuted_digits import PermutedDigits
 from gxd.lab.grid import load
 from gxd.lab.progress import Board, Progress
-from gxd.lab.selection import final_accuracy, final_runs, select
+from gxd.lab.selection import final_runs, final_value, select, selection_table, write_selection
+from gxd.lab.sweep import command_line
 from gxd.lab.workers import Job, settled, status_of
 from tests.command import COMMAND
 from tests.processes import WARM
@@ -161,11 +163,13 @@ def test_a_wrong_option_is_one_line(
 # --- the selection ----------------------------------------------------------------------------------------------------
 
 
-def pretend(config: Experiment, root: Path, accuracies: list[float], status: str = "done") -> None:
+def pretend(
+    config: Experiment, root: Path, values: list[float], status: str = "done", metric: str = "test_accuracy"
+) -> None:
     """A run directory as a run would leave it."""
     directory = config.run_directory(root)
     directory.mkdir(parents=True)
-    lines = [json.dumps({"task": task, "test_accuracy": value}) for task, value in enumerate(accuracies)]
+    lines = [json.dumps({"task": task, metric: value}) for task, value in enumerate(values)]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (directory / "status.json").write_text(json.dumps({"status": status, "task": len(lines), "seconds": 2.0}))
 
@@ -182,10 +186,10 @@ def test_the_best_setting_is_that_of_the_last_tenth_of_the_tasks(tmp_path: Path)
         pretend(config, root, [0.2] * 18 + [0.8, 0.6])
     for config, end in ((high, 0.7), (high2, 0.5)):
         pretend(config, root, [0.9] * 18 + [end, end])
-    assert final_accuracy(low, root) == pytest.approx(0.7)
+    assert final_value(low, root) == pytest.approx(0.7)
     [choice] = select(sweep, tmp_path)
     assert choice.per == {"method": "gxd"}
-    assert [(c.cell["rate"], round(c.accuracy, 6)) for c in choice.candidates] == [(1e-3, 0.7), (1e-2, 0.6)]
+    assert [(c.cell["rate"], round(c.value, 6)) for c in choice.candidates] == [(1e-3, 0.7), (1e-2, 0.6)]
     [final] = final_runs(sweep, [choice])
     assert (final.rate, final.seed, final.tasks) == (1e-3, 0, 2)
 
@@ -200,7 +204,52 @@ def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     pretend(high2, root, [0.95] * 7, "diverged")
     [choice] = select(sweep, tmp_path)
     assert [(c.cell["rate"], c.diverged) for c in choice.candidates] == [(1e-3, 0), (1e-2, 1)]
-    assert choice.candidates[1].accuracy == pytest.approx((0.95 + 0.1) / 2)
+    assert choice.candidates[1].value == pytest.approx((0.95 + 0.1) / 2)
+
+
+def test_where_lower_is_better_the_lowest_loss_is_chosen_and_a_diverged_run_is_worse_than_any(tmp_path: Path) -> None:
+    text = 'experiment = "slow-regression"\nseeds = [1, 2]\n[fixed]\ntasks = 4\n[grid]\nlr = [0.1, 0.01, 0.001]\n'
+    sweep = load(written(tmp_path, text + '[final]\nper = ["method"]\nseeds = [0]\n'))
+    for config, loss in zip(sweep.runs(), (0.1, 1.5, 2.0, 0.1, 1.5, 2.5)):
+        status = "diverged" if (config.lr, config.seed) == (0.1, 2) else "done"
+        pretend(config, sweep.grid_root(tmp_path), [9.0, 9.0, 9.0, loss], status, "loss")
+    choices = select(sweep, tmp_path)
+    assert [c.cell["lr"] for c in choices[0].candidates] == [0.01, 0.001, 0.1]
+    assert "final loss" in selection_table(sweep, choices) and "1.5" in selection_table(sweep, choices)
+    record = json.loads(write_selection(sweep, choices, tmp_path).read_text())
+    assert [c["final"] for c in record["choices"][0]["candidates"]] == [1.5, 2.25, None]
+    assert record["criterion"].startswith("lowest mean loss")
+
+
+def test_only_the_tasks_that_count_are_compared(tmp_path: Path) -> None:
+    text = 'experiment = "cifar-5+1"\nseeds = [1]\n[fixed]\ntasks = 30\n'
+    sweep = load(written(tmp_path, text))
+    [config] = sweep.runs()
+    accuracies = [0.5 if task % 2 == 0 else 1.0 for task in range(26)] + [0.7, 1.0, 0.9, 1.0]
+    pretend(config, tmp_path, accuracies, "done", "online_accuracy")
+    assert final_value(config, tmp_path) == pytest.approx((0.7 + 0.9) / 2)  # a tenth of fifteen
+
+
+def test_a_sweep_varies_methods_and_their_options(tmp_path: Path) -> None:
+    text = """
+        experiment = "permuted-digits"
+        seeds = [0]
+        [[grid]]
+        method = ["redo"]
+        options = [{ every = 10 }, { every = 10, threshold = 0.5 }, { threshold = 0.1, every = 10 }]
+        [[grid]]
+        method = ["backprop", "l2_init"]
+    """
+    sweep = load(written(tmp_path, text))
+    runs = sweep.runs()
+    redo = [("redo", ("every=10",)), ("redo", ("every=10", "threshold=0.5"))]
+    assert [(run.method, run.options) for run in runs] == [*redo, ("backprop", ()), ("l2_init", ())]
+    assert len({sweep.job(run).name for run in runs}) == 4
+    assert "options every=10 threshold=0.5" in sweep.job(runs[1]).name
+    said = command_line(runs[1], tmp_path)
+    assert "--method redo --options every=10 threshold=0.5" in said
+    with pytest.raises(UserError, match="redo has no option 'evry'"):
+        load(written(tmp_path, text.replace("{ every = 10 }", "{ evry = 10 }")))
 
 
 def test_nothing_is_chosen_while_runs_are_missing(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +26,7 @@ from gxd.checkpoint import mapped
 from gxd.compile import program
 from gxd.methods.unit_reset import UnitReset
 from gxd.select import Selector
+from gxd.select.normalise import NORMALISATIONS
 from tests.rig import same
 
 STEPS, PARTS = 6, 2
@@ -38,6 +38,30 @@ LIVELY = {
     "every": 3,
     "threshold": 0.7,
     "strength": 0.5,
+    "fraction": 0.3,
+    "blend": 0.3,
+    "sharpness": 2.0,
+    "most": 2,
+    "calibrate": 2,
+    "zeta": 0.5,
+    "at": 4,
+    "factor": 0.5,
+}
+# Of single methods and selectors, where that is not enough, or too much.
+ACTS: dict[str, dict[str, Any]] = {
+    "unit_reset": {"rate": 0.2, "maturity": 1},
+    "redo": {},
+    "regrama": {"most": 1.0},
+    "snr": {"every": 1},
+    "Threshold": {"most": 1.0},
+    "SilenceTest": {"every": 1},
+}
+SELECTIONS = {
+    "lowest_set": {"rate": 0.2, "maturity": 1, "score": "gxd_kl"},
+    "threshold": {"threshold": 0.7, "every": 3, "normalise": "none"},
+    "lowest_fraction": {"fraction": 0.3, "every": 3, "normalise": "age"},
+    "silence_test": {"score": "silence", "most": 1, "decay": 0.0},
+    "soft": {"every": 3, "incoming": "initial", "outgoing": 0.5, "memories": "reset"},
 }
 
 
@@ -60,7 +84,8 @@ def lively(known: dict[str, Any]) -> dict[str, Any]:
 def case_of(name: str, label: str | None = None, **options: Any) -> Case:
     """Of a registered method."""
     info = gxd.methods()[name]
-    acting = {**lively(info.options), **options}
+    known = {option: default for option, default in info.options.items() if default is not None}
+    acting = {**lively(known), **ACTS.get(name, {}), **options}
     return Case(
         label or name,
         lambda: gxd.method(name, **acting),
@@ -75,6 +100,9 @@ def method_cases() -> Iterator[Case]:
         for option, default in info.options.items():
             if isinstance(default, bool):
                 yield case_of(name, f"{name} {option}={not default}", **{option: not default})
+    for selection, options in SELECTIONS.items():
+        options = {"rate": None, "maturity": None, "selection": selection, **options}
+        yield Case(f"unit_reset {selection}", case_of("unit_reset", **options).make, case_of("unit_reset").inert)
 
 
 def utility_cases() -> Iterator[Case]:
@@ -83,41 +111,51 @@ def utility_cases() -> Iterator[Case]:
 
 
 def selector_cases() -> Iterator[Case]:
-    """Every selector, with each word that an option of it may be."""
-    for kind in Selector.__subclasses__():
+    """Every selector, and the first with every normalisation."""
+    for number, kind in enumerate(selectors()):
         known = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
-        words = {"ranking": ("absolute", "age")}
-        choices = [[(name, word) for word in words[name]] for name in known if name in words]
-        for chosen in product(*choices):
-            label = " ".join([kind.__name__, *(word for _, word in chosen)])
-            options = {**lively(known), **dict(chosen)}
-            off = {name: 0 for name in ("rate", "every") if name in known}
+        options = {**lively(known), **ACTS.get(kind.__name__, {})}
+        off = {**options, **{name: 0 for name in ("rate", "every") if name in known}}
+        utility = "silence" if kind is gxd.SilenceTest else "gxd_sketch" if kind.pairs else "activation"
+        for normalise in (None,) if number else (None, *NORMALISATIONS):
+            make = partial(UnitReset, utility, normalise=normalise)
             yield Case(
-                f"selector {label}",
-                lambda kind=kind, options=options: UnitReset("activation", kind(**options)),
-                lambda kind=kind, options=options, off=off: UnitReset("activation", kind(**{**options, **off})),
+                " ".join(["selector", kind.__name__, *([normalise] if normalise else [])]),
+                lambda kind=kind, make=make, options=options: make(kind(**options)),
+                lambda kind=kind, make=make, off=off: make(kind(**off)),
             )
+
+
+def selectors(kind: type = Selector) -> Iterator[type]:
+    """Those of the library. One that another test of the same process has defined is that test's, and may still live."""
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("gxd."):
+            yield each
+            yield from selectors(each)
 
 
 # --- a small training -------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Convolution and BatchNorm, Linear and LayerNorm, one without a norm; a buffer, and a parameter that is frozen."""
+    """Convolution and BatchNorm, Linear and LayerNorm, one without a norm; a shortcut that is prepared for an
+    injection; a buffer, and a parameter that is frozen.
+    """
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.conv, self.bn = nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5)
         self.fc1, self.norm, self.fc2 = nn.Linear(20, 10), nn.LayerNorm(10), nn.Linear(10, 8)
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, 3)
+        self.dropout, self.shortcut, self.head = nn.Dropout(dropout), nn.Linear(16, 3), nn.Linear(8, 3)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("temperature", torch.tensor(2.0))
+        gxd.injectable(self, "shortcut")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn(self.conv(x))).flatten(1)
-        x = self.dropout(torch.tanh(self.norm(self.fc1(x))))
-        return self.head(F.relu(self.fc2(x))) * self.temperature + self.frozen
+        h = F.relu(self.bn(self.conv(x))).flatten(1)
+        h = self.dropout(torch.tanh(self.norm(self.fc1(h))))
+        return (self.head(F.relu(self.fc2(h))) + self.shortcut(x.flatten(1))) * self.temperature + self.frozen
 
 
 @cache
@@ -128,6 +166,11 @@ def plan_of(dtype: torch.dtype) -> gxd.UnitPlan:
 def batch(number: int, rank: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randn(6, 1, 4, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+
+
+def new_task(rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+    """What a method may ask for at a boundary."""
+    return [(x.to(dtype), y) for x, y in (batch(number, rank) for number in (51, 52))], F.cross_entropy
 
 
 class Training:
@@ -141,13 +184,16 @@ class Training:
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
         rank: int = 0,
     ) -> None:
-        self.model, self.rank, self.dtype = Net(dropout).to(dtype), rank, dtype
-        self.called = wrap(self.model)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.model, self.rank, self.dtype, self.wrap = Net(dropout).to(dtype), rank, dtype, wrap
+        self.called, self.learns = wrap(self.model), self.what_learns()
+        trained = [p for p in self.model.parameters() if p is not self.model.frozen]
         head = len(list(self.model.head.parameters()))
         groups = [{"params": trained[:-head]}, {"params": trained[-head:], "lr": 0.01}]
         self.optimizer = torch.optim.Adam(groups, 0.02)
         self.attached = gxd.attach(self.called, self.optimizer, *methods, plan=plan_of(dtype)) if methods else None
+
+    def what_learns(self) -> list[bool]:
+        return [p.requires_grad for p in self.model.parameters()]
 
     def pass_part(self, step: int, part: int, observe: bool = True) -> None:
         """A micro-batch, forward and backward."""
@@ -162,7 +208,9 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if boundary and self.attached is not None and step == 2:
-            self.attached.boundary()
+            self.attached.boundary(*new_task(self.rank, self.dtype))
+        if self.what_learns() != self.learns:  # which a wrapper notes when it is made
+            self.called, self.learns = self.wrap(self.model), self.what_learns()
 
     def run(self, start: int = 0, stop: int = STEPS, observe: bool = True, boundary: bool = True) -> "Training":
         with warnings.catch_warnings():
@@ -177,6 +225,8 @@ class Training:
         """Go on from where another one is."""
         self.model.load_state_dict(other.model.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        for parameter, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            parameter.requires_grad_(theirs.requires_grad)
         return self
 
     @property
@@ -249,7 +299,8 @@ def a_compiled_step_does_the_same_or_says_why_it_is_eager(case: Case) -> None:
     why = is_compiled_alike(lambda: [case.make()])
     method = case.make()
     if why is not None:
-        assert type(method).before_step is not gxd.Method.before_step and method.name in why
+        rewrites = type(method).before_step is not gxd.Method.before_step
+        assert (rewrites or method.output_gradient is not None) and method.name in why
 
 
 def is_compiled_alike(make: Callable[[], list[gxd.Method]]) -> str | None:
@@ -273,8 +324,9 @@ def is_compiled_alike(make: Callable[[], list[gxd.Method]]) -> str | None:
 
 def a_reset_writes_to_its_units_and_to_nothing_else(case: Case) -> None:
     """Each step is compared with the same one without the method."""
-    training = Training(case.make())
+    training, method = Training(case.make()), case.make()
     assert training.attached is not None
+    fixed = ["frozen", "temperature"] + ["bn.num_batches_tracked"] * ("buffers" not in method.also_changes)
     total = 0
     for step in range(STEPS):
         before = Training().load(training)
@@ -285,31 +337,31 @@ def a_reset_writes_to_its_units_and_to_nothing_else(case: Case) -> None:
         units = elements(training.attached.plan, resets, expected)
         for name, tensor in training.model.state_dict().items():
             changed = tensor != expected[name]
-            if name in ("frozen", "temperature", "bn.num_batches_tracked"):
+            if name in fixed:
                 assert not changed.any(), name
-            elif case.make().needs_units:
+            elif method.needs_units:
                 assert not (changed & ~units[name]).any(), f"{name} in step {step}"
-    if case.make().needs_units:
+    if method.needs_units:
         assert total > 0
 
 
 def everything_else_is_left_as_it_was_found(case: Case) -> None:
     """Global random states, what is trained, what is in training."""
-    training = Training(dropout=0.0)
+    training, method = Training(dropout=0.0), case.make()
     training.model.norm.eval()  # as a user may leave a part of it
-    before = outside(training.model)
-    attached = gxd.attach(training.model, training.optimizer, case.make(), plan=plan_of(torch.float32))
-    assert same(outside(training.model), before)
+    before = outside(training.model, method)
+    attached = gxd.attach(training.model, training.optimizer, method, plan=plan_of(torch.float32))
+    assert same(outside(training.model, method), before)
     for x, y in map(batch, range(STEPS)):
         logits = training.model(x)
         attached.observe(logits, y)
         F.cross_entropy(logits, y).backward()
         training.optimizer.step()
-        assert same(outside(training.model), before)
-    attached.boundary()
+        assert same(outside(training.model, method), before)
+    attached.boundary(*new_task())
     attached.load_state_dict(attached.state_dict())
     attached.close()
-    assert same(outside(training.model), before)
+    assert same(outside(training.model, method), before)
 
 
 def close_removes_every_hook_and_training_is_plain_again(case: Case) -> None:
@@ -328,7 +380,7 @@ def close_removes_every_hook_and_training_is_plain_again(case: Case) -> None:
 def calls_that_a_method_does_not_need_are_harmless(case: Case) -> None:
     method = case.make()
     expected = trained(case)
-    if method.utility is None or not method.utility.needs_observe:
+    if not method.needs_observe:
         unobserved = Training(case.make()).run(observe=False)
         assert same((unobserved.weights, unobserved.state()), (expected.weights, expected.state()))
         assert unobserved.attached is not None
@@ -362,9 +414,12 @@ def the_state_has_the_precision_of_the_model(case: Case) -> None:
         assert kinds <= {dtype}
 
 
+OTHERS = ("continual_backprop", "l2_init")  # one that observes and resets units, and one that writes to parameters
+
+
 def another_method_that_is_inert_changes_nothing(case: Case) -> None:
     expected = trained(case)
-    for name in gxd.methods():
+    for name in OTHERS:
         other = case_of(name).inert
         for methods, own in (((case.make(), other()), 0), ((other(), case.make()), 1)):
             if own and methods[0].name == methods[1].name:
@@ -418,7 +473,8 @@ def one_value_may_be_attached_to_two_models(case: Case) -> None:
     method = case.make()
     training = Training(method)
     torch.manual_seed(0)
-    other = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    other = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2), nn.Linear(2, 2))
+    other = gxd.injectable(other, "4")
     gxd.attach(other, torch.optim.SGD(other.parameters(), 0.1), method, example_inputs=torch.zeros(2, 4))
     assert same(training.run().weights, expected.weights)
 
@@ -474,14 +530,15 @@ def elements(plan: gxd.UnitPlan, resets: dict[str, Tensor], like: dict[str, Tens
     return found
 
 
-def outside(model: nn.Module) -> Any:
+def outside(model: nn.Module, method: gxd.Method) -> Any:
     """What a method has no business with."""
+    frozen = {} if "requires_grad" in method.also_changes else {n: p.requires_grad for n, p in model.named_parameters()}
     state = np.random.get_state()
     return (
         torch.get_rng_state(),
         (state[0], state[1].tolist(), state[2:]),
         random.getstate(),
-        {name: p.requires_grad for name, p in model.named_parameters()},
+        frozen,
         {name: module.training for name, module in model.named_modules()},
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -489,8 +546,12 @@ def outside(model: nn.Module) -> Any:
 
 
 def hooks_of(training: Training) -> Any:
+    return hooks_on(training.model, training.optimizer)
+
+
+def hooks_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """How many hooks of each kind hang on each module and on the optimizer, and all attributes by name."""
-    things = {**dict(training.model.named_modules()), "optimizer": training.optimizer}
+    things = {**dict(model.named_modules()), "optimizer": optimizer}
     return {
         name: {key: len(value) if "hooks" in key else None for key, value in vars(thing).items()}
         for name, thing in things.items()

@@ -3,7 +3,6 @@ strength * (theta - theta_0) as a part of the gradient before it.
 """
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,57 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gxd
+from tests.methods.naive import OPTIMIZERS, Net, X, Y, goes_where_the_equation_says, groups, loss_of, lr_of, step
 from tests.rig import Gate, same
 
 STRENGTH = 0.3
-X = torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.tensor([0, 1, 2, 0, 1, 2])
 NORMS = ("bn", "ln")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn = nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4)
-        self.fc, self.ln, self.head = nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.ln(self.fc(F.relu(self.bn(self.conv(x))).flatten(1)))))
-
-
-def groups(model: Net) -> list[dict[str, Any]]:
-    """Of different learning rates."""
-    rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
-    return [{"params": rest}, {"params": list(model.head.parameters()), "lr": 0.4}]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adam": partial(torch.optim.Adam, lr=0.01),
-    "fused": partial(torch.optim.Adam, lr=0.01, fused=True),
-}
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable[[], None] = lambda: None) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(model(X), Y).backward()
-    before()
-    optimizer.step()
-
-
-@torch.enable_grad()
-def loss_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """As the closure of a step."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(X), Y)
-    loss.backward()
-    return loss
-
-
-def lr_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> float:
-    return next(float(g["lr"]) for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
 
 
 def pulled(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -352,8 +305,100 @@ def test_close_takes_away_hooks_that_an_optimizer_did_not_have(decoupled: bool):
         ({"strength": "a"}, ValueError, "strength='a'"),
         ({"decoupled": "no"}, TypeError, "decoupled='no' must be True or False"),
         ({"strenght": 1.0}, TypeError, "no option 'strenght'. Did you mean 'strength'"),
+        ({"norm": "L1"}, ValueError, "norm='L1' is not one of .* Did you mean 'l1'"),
+        ({"anchor": "redraw"}, ValueError, "anchor='redraw' is not one of .* Did you mean 'redrawn'"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_value(options: dict[str, Any], error: Any, word: str):
     with pytest.raises(error, match=word):
         gxd.method("l2_init", **options)
+
+
+# ---- other norms, other anchors
+
+
+EQUATIONS: dict[str, Any] = {
+    "l1": lambda p, start: (p - start).abs().sum(),
+    "huber": lambda p, start: F.huber_loss(p, start, reduction="sum", delta=1.0),
+    "wasserstein": lambda p, start: (p.flatten().sort().values - start.flatten().sort().values).square().sum() / 2,
+}
+
+
+def moved(model: Net, by: float) -> None:
+    with torch.no_grad():
+        for p in pulled(model).values():
+            p += torch.where(torch.arange(p.numel()).view_as(p) % 2 == 0, by, -by)
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("norm", list(EQUATIONS))
+def test_other_norms_go_where_their_equations_say(norm: str, optimizer: str, decoupled: bool):
+    start = {name: p.detach().clone() for name, p in pulled(Net().double()).items()}
+
+    def equation(named: dict[str, nn.Parameter]) -> Tensor:
+        return sum(EQUATIONS[norm](named[name], value) for name, value in start.items())  # type: ignore[return-value]
+
+    # Huber's on both of its branches; so far that no step passes the beginning, where the sum of |d| has no gradient.
+    away = partial(moved, by=9.0 if norm == "l1" else 0.9)
+    goes_where_the_equation_says("l2_init", optimizer, decoupled, equation, strength=0.02, norm=norm, moved=away)
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1", "huber", "wasserstein"])
+def test_whatever_the_norm_a_long_pull_ends_at_the_initial_value_and_not_beyond(norm: str):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    gxd.attach(model, optimizer, gxd.method("l2_init", strength=1e4, norm=norm))
+    start = copy.deepcopy(dict(pulled(model)))
+    with torch.no_grad():
+        for p in pulled(model).values():
+            p += 2.0  # the order of the weights stays
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(dict(pulled(model)), start, rtol=0, atol=0)
+
+
+def test_wasserstein_pulls_the_distribution_and_not_the_weights():
+    """A permutation of the initial weights costs nothing."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gxd.attach(model, optimizer, gxd.method("l2_init", strength=1.0, norm="wasserstein"))
+    with torch.no_grad():
+        for p in pulled(model).values():
+            p.copy_(p.flatten().flip(0).view_as(p))
+            p.grad = torch.zeros_like(p)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm", ["l2", "wasserstein"])
+def test_a_redrawn_anchor_keeps_the_distribution_and_forgets_the_values(norm: str):
+    """With a pull of all the way, each step ends at a new draw from what the layer began with."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 200)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    attachment = gxd.attach(model, optimizer, gxd.method("l2_init", strength=1.0, anchor="redrawn", norm=norm))
+    assert attachment.state_dict()["methods"]["0.l2_init"]["state"]["weight"] == ["uniform", 0.1]
+    seen = []
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        seen.append(model.weight.detach().clone())
+        assert model.weight.abs().max() <= 0.1 and abs(model.weight.std().item() - 0.1 / 3**0.5) < 1e-3
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
+def test_what_is_excluded_is_not_pulled(decoupled: bool):
+    model, other = Net(), Net()
+    optimizer, alone = (OPTIMIZERS["sgd"](groups(one)) for one in (model, other))
+    gxd.attach(model, optimizer, gxd.method("l2_init", strength=0.5, exclude=["head", "conv"], decoupled=decoupled))
+    with torch.no_grad():
+        for p in (*model.parameters(), *other.parameters()):
+            p += 1.0
+    step(model, optimizer)
+    step(other, alone)
+    changed = {name for name, p in other.state_dict().items() if not torch.equal(p, model.state_dict()[name])}
+    assert changed == {"fc.weight", "fc.bias"}

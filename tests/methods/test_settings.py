@@ -424,7 +424,7 @@ def test_a_wrong_registration_is_refused(call: Any, error: Any, words: tuple):
 def test_a_selector_may_be_given_to_a_method_by_hand():
     model = mlp()
     optimizer = sgd(model)
-    method = UnitReset("activation", LowestRate(0.5, 0), decay=0.9, compensate=False)
+    method = UnitReset("activation", LowestRate(0.5, 0), decay=0.9, reset=gxd.Reset(compensate=False))
     attached = gxd.attach(model, optimizer, method, plan=plan_of())
     F.cross_entropy(model(X), Y).backward()
     optimizer.step()

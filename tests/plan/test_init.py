@@ -9,6 +9,7 @@ from torch import nn
 
 import gxd
 from gxd.plan.init import Init, fit
+from gxd.reset.fresh import distributions, fresh
 
 INITS = {
     "the default": lambda w: None,
@@ -74,3 +75,29 @@ def test_a_function_of_torch_nn_init_can_be_given_and_sees_the_whole_weight():
     gxd.reset_units(model, plan, {"0": torch.arange(60)})
     expected = (2 / (50 + 60)) ** 0.5
     assert model[0].weight.std().item() == pytest.approx(expected, rel=0.1)
+
+
+def test_every_parameter_of_a_fresh_network_has_the_distribution_that_it_was_drawn_from():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(64, 50), nn.Linear(50, 9))
+    nn.init.xavier_normal_(model[3].weight)
+    nn.init.zeros_(model[3].bias)
+    found = distributions(model)
+    assert found["0.weight"] == ("uniform", pytest.approx(27**-0.5)) and found["0.bias"][0] == "uniform"
+    assert found["1.weight"] == ("constant", 1.0) and found["1.bias"] == ("constant", 0.0)
+    assert found["3.weight"] == ("normal", pytest.approx((2 / 114) ** 0.5, rel=0.05))
+    assert found["3.bias"] == ("constant", 0.0)
+    assert found["4.bias"] == ("uniform", pytest.approx(50**-0.5))
+
+
+def test_what_was_trained_is_drawn_from_the_layers_default_and_norms_begin_with_one_and_zero():
+    model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
+    with torch.no_grad():
+        model[0].weight.pow_(3)
+        for p in model[1].parameters():
+            p.uniform_(-2, 2)
+    found = distributions(model)
+    assert found["0.weight"] == ("uniform", pytest.approx(40**-0.5))
+    assert found["1.weight"] == ("constant", 1.0) and found["1.bias"] == ("constant", 0.0)
+    drawn = fresh("0.weight", model[0].weight, found, torch.Generator().manual_seed(3))
+    assert drawn.shape == (30, 40) and float(drawn.abs().max()) == pytest.approx(40**-0.5, rel=0.01)

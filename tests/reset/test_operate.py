@@ -134,3 +134,33 @@ def test_a_strided_transposed_convolution_is_compensated_on_average():
     gxd.reset_units(model, plan, {"0": [0, 1, 2]}, references={"0": mean})
     after = model(x).detach()
     torch.testing.assert_close(after.mean((0, 2, 3)), before.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+class TokensAcross(nn.Module):
+    """A BatchNorm whose channels are the tokens, of which there are as many as outputs of the layer before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 4, bias=False)
+        self.across, self.third, self.head = nn.BatchNorm1d(4), nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):  # (batch, 4 tokens, 3)
+        h = torch.relu(self.across(self.second(torch.relu(self.first(x)))))
+        return self.head(torch.relu(self.third(h)))
+
+
+def test_a_batch_norm_over_tokens_does_not_take_the_mean_of_units_and_is_not_touched():
+    torch.manual_seed(0)
+    model = TokensAcross()
+    x = torch.randn(8, 4, 3)
+    plan = gxd.find_units(model, x[:2])
+    assert plan["first"].consumers[0].running_mean is None and plan["first"].consumers[0].compensation == "none"
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    model(x).square().sum().backward()
+    optimizer.step()
+    kept = {name: value.clone() for name, value in model.across.state_dict().items()}
+    units = {group.name: [0] for group in plan.groups}
+    references = {group.name: torch.ones(group.size) for group in plan.groups}
+    gxd.reset_units(model, plan, units, optimizer=optimizer, references=references, step_policy="reset")
+    assert all(torch.equal(kept[name], value) for name, value in model.across.state_dict().items())
+    assert float(optimizer.state[model.across.weight]["step"]) == 1.0

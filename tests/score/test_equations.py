@@ -62,7 +62,7 @@ def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=T
         compensate=compensate,
         seed=11,
     )
-    signs = torch.Generator().manual_seed(12)
+    noise = torch.Generator().manual_seed(12)
     data = torch.Generator().manual_seed(0)
     for _ in range(steps):
         x = torch.randn(6, 5, dtype=torch.float64, generator=data)
@@ -72,8 +72,12 @@ def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=T
         F.cross_entropy(logits, y).backward()
         opt.step()
         opt.zero_grad()
-        sign = torch.randint(0, 2, (6, 4), generator=signs, dtype=torch.int8) * 2 - 1
-        record = naive.step(x, y, signs=sign.double() if utility == "gxd_sketch" else None)
+        drawn = None
+        if utility == "gxd_sketch":
+            drawn = torch.randint(0, 2, (6, 4), generator=noise, dtype=torch.int8).double() * 2 - 1
+        elif utility == "gxd_kl":
+            drawn = torch.rand(6, generator=noise)
+        record = naive.step(x, y, noise=drawn)
         yield model, cbp, naive, record
 
 

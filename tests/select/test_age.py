@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gxd
 from gxd.plan.units import UnitPlan
 from gxd.score.state import UnitState
-from gxd.select import LowestRate
+from gxd.select import ByAge, LowestRate, Normalise
 
 SIZES = (7, 5)
 DECAY = 0.99
@@ -78,11 +78,12 @@ class Naive:
         return utility / (average / weight) ** self.exponent
 
 
-def simulated(selector: LowestRate, naive: Naive, steps: int = 300, seed: int = 0) -> list[tuple[dict, dict]]:
+def simulated(normalise: Normalise, naive: Naive, steps: int = 300, seed: int = 0) -> list[tuple[dict, dict]]:
     """What both choose, step by step, of units whose utility grows with their age, with noise."""
     plan, generator = plan_of(), torch.Generator().manual_seed(seed)
     units = UnitState.new(plan, torch.device("cpu"), torch.float64)
-    state = selector.init(plan, units)
+    selector = LowestRate(naive.rate, naive.maturity)
+    state, means = selector.init(plan, units), normalise.init(plan, units)
     found = []
     for step in range(1, steps + 1):
         age = step - units.birth
@@ -94,9 +95,10 @@ def simulated(selector: LowestRate, naive: Naive, steps: int = 300, seed: int = 
         values = torch.where(seen, units.utilities(), math.nan)
         utilities = [[None if math.isnan(v) else v for v in values[where].tolist()] for where in plan.unit_slices]
         state, due = selector.advance(plan, units, state)
+        means = normalise.advance(plan, units, means, due)
         chosen: dict[int, Tensor] = {}
         if due:
-            chosen, state = selector.select(plan, units, state, lambda number: True)
+            chosen, state = selector.select(plan, normalise(plan, units, means), state, lambda number: True)
         found.append(({n: index.tolist() for n, index in chosen.items()}, naive.step(step, ages, utilities)))
         birth = units.birth.clone()
         for number, index in chosen.items():
@@ -108,15 +110,15 @@ def simulated(selector: LowestRate, naive: Naive, steps: int = 300, seed: int = 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("rate", "maturity"), [(0.02, 5), (0.11, 3), (0.004, 0)])
 def test_the_units_that_go_are_those_of_a_loop_over_units(exponent: float, rate: float, maturity: int):
-    found = simulated(LowestRate(rate, maturity, ranking="age", exponent=exponent), Naive(rate, maturity, exponent))
+    found = simulated(ByAge(exponent), Naive(rate, maturity, exponent))
     assert all(ours == theirs for ours, theirs in found)
     assert sum(len(units) for ours, _ in found for units in ours.values()) >= 10
 
 
 def test_the_absolute_ranking_is_that_of_the_loop_too_and_another_one():
     absolute, age = (
-        simulated(LowestRate(0.05, 5, ranking=ranking), Naive(0.05, 5, exponent))
-        for ranking, exponent in (("absolute", None), ("age", 0.5))
+        simulated(normalise, Naive(0.05, 5, exponent))
+        for normalise, exponent in ((Normalise(), None), (ByAge(0.5), 0.5))
     )
     for found in (absolute, age):
         assert all(ours == theirs for ours, theirs in found)
@@ -125,27 +127,26 @@ def test_the_absolute_ranking_is_that_of_the_loop_too_and_another_one():
 
 def test_an_exponent_of_zero_is_the_absolute_ranking():
     naive = Naive(0.05, 5, None)
-    assert all(o == t for o, t in simulated(LowestRate(0.05, 5, ranking="age", exponent=0.0), naive))
+    assert all(o == t for o, t in simulated(ByAge(0.0), naive))
 
 
 def test_the_expected_utility_of_an_age_is_the_running_mean_over_the_units_of_that_age():
     """The numbers themselves, for three looks written out by hand."""
     plan = plan_of((4,))
     units = UnitState.new(plan, torch.device("cpu"), torch.float64)
-    selector = LowestRate(0.0, 0, ranking="age")
-    state = selector.init(plan, units)
+    normalise = ByAge()
+    means = normalise.init(plan, units)
     births = torch.tensor([0, 0, 7, 7])
     looks = [[1.0, 3.0, 10.0, 20.0], [2.0, 2.0, 5.0, 5.0], [4.0, 8.0, 1.0, 3.0]]
     for step in range(1, 31):
         utility = torch.tensor(looks[step // 10 - 1] if step % 10 == 0 else [99.0] * 4, dtype=torch.float64)
         units = units._replace(step=step, birth=births, utility=utility, utility_weight=torch.ones_like(utility))
-        state, due = selector.advance(plan, units, state)
-        assert not due
+        means = normalise.advance(plan, units, means, due=False)
     # ages 10, 20, 30 are in buckets 6, 8, 9; ages 3, 13, 23 in buckets 3, 7, 9
     expected = {6: 2.0, 8: 2.0, 3: 15.0, 7: 5.0, 9: (6.0 * 2 + 2.0 * 2) / 4}
     for number, value in expected.items():
-        assert float(state.ages.mean[number] / state.ages.weight[number]) == pytest.approx(value)
-    assert int((state.ages.weight > 0).sum()) == len(expected)
+        assert float(means.mean[number] / means.weight[number]) == pytest.approx(value)
+    assert int((means.weight > 0).sum()) == len(expected)
 
 
 # ---- in training
@@ -205,8 +206,8 @@ def test_a_checkpoint_of_one_ranking_goes_on_with_the_other():
     _, age = trained("age", "gxd", steps=60)
     _, other = trained("age", "gxd", steps=0)
     other.load_state_dict(absolute.state_dict())
-    assert not other._parts[0].state.selector.ages.weight.any()
-    assert age._parts[0].state.selector.ages.weight.any()
+    assert not other._parts[0].state.normalise.weight.any()
+    assert age._parts[0].state.normalise.weight.any()
     absolute.load_state_dict(age.state_dict())
 
 
@@ -221,4 +222,4 @@ def test_a_checkpoint_of_one_ranking_goes_on_with_the_other():
 )
 def test_a_wrong_ranking_is_refused_with_what_it_may_be(options: dict[str, Any], word: str):
     with pytest.raises(ValueError, match=word):
-        LowestRate(**options)
+        gxd.method("continual_backprop", **options)

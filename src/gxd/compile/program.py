@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -22,16 +21,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from gxd.attachment import Attachment, Part
+from gxd.attachment import Attachment
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
-from gxd.observe.direction import check_probabilities, direction_of, random_signs
+from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
+from gxd.part import Part
 from gxd.plan.find import call_arguments
 from gxd.score.scorer import Scorer
-from gxd.score.scoring import NOTHING
 from gxd.score.state import UnitState
+from gxd.score.sums import NOTHING
 
-KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")  # of the units, what a step brings up to date
+KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")
 
 
 class Parts(NamedTuple):
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     states: list[Tensor]  # of the optimizer
     rates: list[Tensor]
     kept: list[Tensor]  # what is known of the units, for each method that observes them
-    signs: list[Tensor]  # for gxd_sketch
+    noise: list[Tensor]  # that random directions are drawn with
     batch: list[Tensor]
 
 
@@ -164,11 +164,12 @@ class Program:
         leaves, self.structure = tree_flatten((inputs, target))
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.probabilities = False  # whether the target has to lie in [0, 1]
-        self.logits: Tensor | None = None  # like them, for the signs that are drawn
-        self.sketched = [scorer for _, scorer in self.watched if scorer.utility.gradient == "sketch"]
-        if self.sketched and recipe.score is None:
-            _, fake = self._trace(lambda parts: logits_of(self._forward(parts)[1][0]), states, inputs, target)
-            self.logits = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+        self.drawn: list[tuple[Scorer, Tensor]] = []  # who draws random numbers, and like what
+        noisy = [scorer for _, scorer in self.watched if scorer.utility.gradient in RANDOM]
+        if noisy and recipe.score is None:
+            _, fakes = self._trace(lambda parts: self._drawn_like(parts, noisy), states, inputs, target)
+            likes = [torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device) for fake in fakes]
+            self.drawn = list(zip(noisy, likes, strict=True))
         graph, _ = self._trace(self._step, states, inputs, target)
         self.outside = outside_as_inputs(graph)
         self._refuse_own_tensors()
@@ -192,7 +193,7 @@ class Program:
         else:
             output = tree_unflatten([next(results) if tensor else leaf for tensor, leaf in self.output], self.returned)
         for (part, scorer), (incomplete, unreached) in zip(self.watched, self.seen, strict=True):
-            values = [next(results) for _ in KEPT]
+            values = [next(results) for _ in _kept(part.units)]
             part.observed = _units(part.units, values, next(results) if incomplete else None)
             if unreached:
                 scorer.warn_of_unreached(unreached, part.observed)
@@ -221,12 +222,12 @@ class Program:
             batch = [inputs, target]
         else:
             batch = [leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, Tensor)]
-        kept = [tensor for part, _ in self.watched for tensor in part.units[2:7]]
-        signs: list[Tensor] = []
-        if self.logits is not None:
-            draws = [torch.ones_like if traced else partial(random_signs, generator=s.noise) for s in self.sketched]
-            signs = [draw(self.logits) for draw in draws]
-        return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, signs, batch)
+        kept = [tensor for part, _ in self.watched for tensor in _kept(part.units)]
+        drawn = [
+            noise(scorer.utility.gradient, torch.Generator() if traced else scorer.noise)(like)
+            for scorer, like in self.drawn
+        ]
+        return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, drawn, batch)
 
     def _refuse_own_tensors(self) -> None:
         """A parameter that the step reads other than through the model would have no gradient there."""
@@ -275,6 +276,19 @@ class Program:
                 parts.tensors[number].copy_(held[f"model.{name}"])
         return leaves, results
 
+    def _drawn_like(self, parts: Parts, scorers: Sequence[Scorer]) -> list[Tensor]:
+        """What each of the directions draws random numbers for."""
+        output, target = logits_of(self._forward(parts)[1][0]), self._given_batch(parts)[1]
+        likes: list[Tensor] = []
+
+        def note(like: Tensor) -> Tensor:
+            likes.append(like)
+            return torch.zeros_like(like)
+
+        for scorer in scorers:
+            direction_of(scorer.utility.gradient, output, target, None, note, traced=True)
+        return likes
+
     def _given_batch(self, parts: Parts) -> tuple[Any, Any]:
         rest = iter(parts.batch)
         leaves = [next(rest) if tensor else leaf for tensor, leaf in self.batch]
@@ -283,14 +297,14 @@ class Program:
     def _step(self, parts: Parts) -> list[Tensor]:
         target = self._given_batch(parts)[1]
         tensors = {name: parts.tensors[number] for name, number in self.recipe.names.items()}
-        kept, signs = iter(parts.kept), iter(parts.signs)
-        states = [_units(part.units, [next(kept) for _ in KEPT], None) for part, _ in self.watched]
+        kept, drawn = iter(parts.kept), iter(parts.noise)
+        states = [_units(part.units, [next(kept) for _ in _kept(part.units)], None) for part, _ in self.watched]
         leaves, (output, loss, score) = self._forward(parts)
         sums = [NOTHING for _ in self.watched]
         for number, (_, scorer) in enumerate(self.watched):
             if scorer.utility.needs_observe:
                 logits, classes = (logits_of(output), target) if score is None else (None, None)
-                draw = lambda _: next(signs)  # noqa: E731
+                draw = lambda _: next(drawn)  # noqa: E731
                 direction = direction_of(scorer.utility.gradient, logits, classes, score, draw, traced=True)
                 self.probabilities = self.probabilities or direction.probabilities
                 sums[number] = scorer.scored(states[number], NOTHING, tensors, direction)
@@ -303,6 +317,9 @@ class Program:
             for number, (_, scorer) in enumerate(self.watched):
                 if not scorer.utility.needs_observe:
                     sums[number] = scorer.used(states[number], NOTHING, tensors)
+                if scorer.utility.gradient == "weights":
+                    of_weights = {name: gradients.get(n) for name, n in self.recipe.names.items()}
+                    sums[number] = scorer.scoring.by_weights(sums[number], tensors, of_weights)
                 if sums[number].empty:
                     raise ObservationError("the step shows no unit of the plan")
                 states[number] = scorer.scoring.close(states[number], sums[number], wait=False)
@@ -315,7 +332,7 @@ class Program:
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
         self.seen = []
         for state, shown, (_, scorer) in zip(states, sums, self.watched, strict=True):
-            results += state[2:7]
+            results += _kept(state)
             results += [] if state.seen is None else [state.seen]
             self.seen.append((state.seen is not None, scorer.scoring.unreached(shown)))
         if self.recipe.update is None:
@@ -372,9 +389,15 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
     return [tensor for tensor, _ in found.values()]
 
 
+def _kept(units: UnitState) -> list[Tensor]:
+    """Of the units, what a step brings up to date."""
+    return [*(getattr(units, name) for name in KEPT), *units.gram]
+
+
 def _units(units: UnitState, kept: Sequence[Tensor], seen: Tensor | None) -> UnitState:
     """The units with other averages."""
-    return units._replace(**dict(zip(KEPT, kept, strict=True)), seen=seen)  # type: ignore[arg-type]
+    named = dict(zip(KEPT, kept, strict=False))
+    return units._replace(**named, seen=seen, gram=tuple(kept[len(KEPT) :]))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -268,7 +268,10 @@ def _impossible(
         return "a GradScaler decides about each step on the host"
     before = cbp.acts_before_steps if cbp else None
     if before is not None:
-        return f"{before} rewrites gradients before the step of the optimizer"
+        return f"{before} reads or rewrites gradients before the step of the optimizer"
+    pulls = next((method.name for method in cbp.methods if method.output_gradient), None) if cbp else None
+    if pulls is not None:
+        return f"{pulls} reads gradients of the output by the parameters"
     hook = watch.foreign_hook(cbp.own_hooks if cbp else ())
     if hook is not None:
         return f"{hook}, which a compiled step would pass over; remove it, or make the step without compiled_step"

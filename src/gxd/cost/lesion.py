@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from gxd.cost.clamp_many import can_clamp_many, outputs_clamped
 from gxd.errors import ObservationWarning
 from gxd.observe.captures import Gradients, Pass
 from gxd.observe.clamp import clamped, watched
-from gxd.observe.direction import Direction, direction_of, random_signs
+from gxd.observe.direction import Direction, direction_of, noise
 from gxd.observe.reading import Reader, sum_of
 from gxd.plan.find import call_arguments
 from gxd.plan.layouts import NamedTensors, state_dtype
 from gxd.plan.units import Group, UnitPlan
 from gxd.sandbox.substitute import Call, copied_arguments, copies, run, seed_all
-from gxd.score.scoring import NOTHING, Scoring, Sums
+from gxd.score.curvature import needing_second_derivatives
+from gxd.score.scoring import Scoring
 from gxd.score.state import UnitState
+from gxd.score.sums import NOTHING, Sums
 from gxd.score.utilities import Utility
 
 _MOST_UNITS = 256  # clamped in one forward pass
@@ -81,21 +84,20 @@ class Lesion:
         self.model, self.plan, self.output, self.positions, self.seed = model, plan, output, positions, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.elements: dict[int, int] = {}  # view -> its size per example, in the order in which views are read
+        self.copies: dict[str, Tensor] = {}  # that the last forward pass was made with
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     def forward(self, call: Call, *hooks: AbstractContextManager[None]) -> Tensor:
         """The logits, on copies of everything, with gradients."""
-        tensors = copies(NamedTensors(self.model))
-        logits: Tensor = run(self.model, tensors, copied_arguments(call), self.seed, hooks, self.output)
+        self.copies = copies(NamedTensors(self.model))
+        logits: Tensor = run(self.model, self.copies, copied_arguments(call), self.seed, hooks, self.output)
         return logits
 
     def watch(self, call: Call) -> tuple[Tensor, Pass]:
         """The logits and all views, with the graph between them."""
         one = Pass(whole=True)
         logits = self.forward(call, watched(self.model, self.plan, one))
-        if logits.dim() < 2:
-            raise ValueError(f"the model's output has shape {tuple(logits.shape)}, expected (batch, classes)")
         return logits, one
 
     # --- references and scores ----------------------------------------------------------------------------------------
@@ -124,52 +126,69 @@ class Lesion:
         class_dim: int,
         length: int,
         all_logit_examples: int | None,
-    ) -> dict[str, list[Tensor]]:
-        """Utility -> for each group ``(size,)`` the mean score over the examples; NaN where a unit is never read."""
+        pairs: bool = False,
+    ) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+        """Utility -> for each group ``(size,)`` the mean score over the examples; NaN where a unit is never read. And,
+        with ``pairs``, for utilities that are made of effects ``(size, size)`` the mean product of two effects.
+        """
         tensors = NamedTensors(self.model, self.plan.shapes)
-        units = self._known(references, tensors)
+        known = self._known(references, tensors, pairs)
+        units = {u.name: known if u.effects is not None else known._replace(gram=()) for u in utilities}
         # With a decay of 1 the references stay what they are.
         scorings = {u.name: Scoring(self.plan, u, self.positions, 1.0, self.generator) for u in utilities}
         sums = dict.fromkeys(scorings, NOTHING)
+        weights: dict[str, Tensor | None] = {p.weight: None for group in self.plan.groups for p in group.producers}
         cheap = [u for u in utilities if u.gradient != "all"]
         costly = [u for u in utilities if u.gradient == "all"]
         for some, limit in ((cheap, None), (costly, all_logit_examples)):
             for call, target, examples in data.parts(length, limit) if some else ():
                 logits, one = self.watch(call)
-                for kind in dict.fromkeys(u.gradient for u in some):
-                    for gradients in self._gradients(kind, logits, target, one, loss, class_dim, examples / data.size):
-                        for name in [utility.name for utility in some if utility.gradient == kind]:
-                            sums[name] = scorings[name].add(units, sums[name], tensors, [one], [gradients], examples)
-        return {name: self._by_group(scoring, sums[name]) for name, scoring in scorings.items()}
+                for kind, twice in dict.fromkeys((u.gradient, u.curvature) for u in some):
+                    if kind == "weights":
+                        mean = examples / data.size * self._loss(logits, target, loss, class_dim)
+                        weights = _with_gradients(weights, mean, self.copies)
+                    direction = self._direction(kind, logits, target, loss, class_dim, examples / data.size)
+                    for gradients in [{}] if direction is None else _pulled_back(direction, one, twice):
+                        for name in [u.name for u in some if (u.gradient, u.curvature) == (kind, twice)]:
+                            again = partial(_pulled_back_again, name, one)
+                            sums[name] = scorings[name].add(
+                                units[name], sums[name], tensors, [one], [gradients], examples, again=again
+                            )
+        for name in [u.name for u in utilities if u.gradient == "weights"]:
+            sums[name] = scorings[name].by_weights(sums[name], tensors, weights)
+        grams = {
+            name: [mean.double().cpu() for mean, _ in scoring.mean_gram(sums[name])]
+            for name, scoring in scorings.items()
+            if units[name].gram
+        }
+        return {name: self._by_group(scoring, sums[name]) for name, scoring in scorings.items()}, grams
 
-    def _known(self, references: Sequence[Tensor], tensors: NamedTensors) -> UnitState:
+    def _known(self, references: Sequence[Tensor], tensors: NamedTensors, pairs: bool) -> UnitState:
         """Units whose references are known."""
         device = tensors[self.plan.groups[0].producers[0].weight].device
-        units = UnitState.new(self.plan, device, state_dtype(tensors))
+        units = UnitState.new(self.plan, device, state_dtype(tensors), pairs)
         known = torch.cat([values.flatten() for values in references]).to(units.mean)
         return units._replace(mean=known, mean_weight=torch.ones_like(known))
 
-    def _gradients(
+    def _direction(
         self,
         kind: str | None,
         logits: Tensor,
         target: Tensor | None,
-        one: Pass,
         loss: Loss | None,
         class_dim: int,
         share: float,
-    ) -> Iterator[Gradients]:
-        """The gradients by the views, for one direction of the output after the other."""
-        if kind is None:
-            yield {}
-        elif kind == "loss":
-            assert target is not None
-            mean = loss(logits, target) if loss is not None else cross_entropy(logits, target, class_dim)
-            yield from _pulled_back(Direction(mean, lambda: iter([torch.full_like(mean, share)]), 1), one)
-        else:
-            signs = lambda like: random_signs(like, self.generator)  # noqa: E731
-            direction = direction_of(kind, logits, target, None, signs, class_dim)
-            yield from _pulled_back(direction, one)
+    ) -> Direction | None:
+        """Which change of the output counts; None: no gradient by the views is needed."""
+        if kind in (None, "weights"):
+            return None
+        if kind == "loss":
+            return _whole(self._loss(logits, target, loss, class_dim) * share)
+        return direction_of(kind, logits, target, None, noise(kind, self.generator), class_dim)
+
+    def _loss(self, logits: Tensor, target: Tensor | None, loss: Loss | None, class_dim: int) -> Tensor:
+        assert target is not None
+        return loss(logits, target) if loss is not None else cross_entropy(logits, target, class_dim)
 
     def _by_group(self, scoring: Scoring, sums: Sums) -> list[Tensor]:
         scores, seen = scoring.mean_scores(sums)
@@ -204,7 +223,7 @@ class Lesion:
                     change = self._clamp_many(number, some, levels, data, class_dim)
                     together = change is not None
                 if change is None:
-                    change = self._clamp_one_by_one(group, some, levels, data, class_dim, length)
+                    change = self._clamp_one_by_one(group, some.unsqueeze(1), levels, data, class_dim, length)
                 parts.append(change)
                 done += len(some)
                 if report is not None:
@@ -248,14 +267,23 @@ class Lesion:
                 return False
         return True
 
-    def _clamp_one_by_one(
-        self, group: Group, units: Tensor, levels: Tensor, data: Data, class_dim: int, length: int
+    def shocks_of_sets(
+        self, data: Data, group: int, sets: Tensor, levels: Tensor, class_dim: int, length: int
     ) -> Tensor:
-        sums = torch.zeros(2, len(units), dtype=torch.float64)
+        """``(2, sets)``: the mean change of the output over the examples, L1 and KL, by the clamp of each set of units,
+        ``(sets, k)``.
+        """
+        return self._clamp_one_by_one(self.plan.groups[group], sets, levels, data, class_dim, length) / data.size
+
+    def _clamp_one_by_one(
+        self, group: Group, sets: Tensor, levels: Tensor, data: Data, class_dim: int, length: int
+    ) -> Tensor:
+        """``(2, sets)`` L1 and KL, summed over the examples, by the clamp of one set ``(k,)`` after the other."""
+        sums = torch.zeros(2, len(sets), dtype=torch.float64)
         for call, _, _ in data.parts(length):
             before = self.forward(call).detach()
-            for place, unit in enumerate(units):
-                after = self.forward(call, clamped(self.model, group, unit.view(1), levels)).detach()
+            for place, units in enumerate(sets):
+                after = self.forward(call, clamped(self.model, group, units, levels)).detach()
                 sums[:, place] += difference(before, after.unsqueeze(0), class_dim)[:, 0]
         return sums
 
@@ -299,10 +327,19 @@ def _two_or_more(logits: Tensor, class_dim: int) -> Tensor:
     return torch.cat([torch.zeros_like(logits), logits], class_dim) if logits.shape[class_dim] == 1 else logits
 
 
-def _pulled_back(direction: Direction, one: Pass) -> Iterator[Gradients]:
+def _whole(number: Tensor) -> Direction:
+    """The direction of a single number."""
+    return Direction(number, lambda: iter([torch.ones_like(number)]), 1)
+
+
+def _pulled_back(direction: Direction, one: Pass, graph: bool = False) -> Iterator[Gradients]:
+    """The gradients by the views, for one cotangent after the other."""
     aliases = [alias for capture in one.values() for alias in capture.aliases]
     for cotangent in direction.cotangents():
-        parts = iter(torch.autograd.grad(direction.output, aliases, cotangent, retain_graph=True, allow_unused=True))
+        pulled = torch.autograd.grad(
+            direction.output, aliases, cotangent, retain_graph=True, create_graph=graph, allow_unused=True
+        )
+        parts = iter(pulled)
         found: dict[int, Tensor] = {}
         for number, capture in one.items():
             gradients = [g for g in (next(parts) for _ in capture.aliases) if g is not None]
@@ -311,5 +348,25 @@ def _pulled_back(direction: Direction, one: Pass) -> Iterator[Gradients]:
         yield {0: found}
 
 
+def _pulled_back_again(utility: str, one: Pass, number: Tensor) -> Gradients:
+    """The gradients of a number that was made of gradients."""
+    with needing_second_derivatives(utility):
+        return next(_pulled_back(_whole(number), one))
+
+
 def _rounding(outputs: Tensor) -> float:
     return 1000 * torch.finfo(outputs.dtype).eps * float(outputs.abs().max())
+
+
+def _with_gradients(
+    found: Mapping[str, Tensor | None], mean: Tensor, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The gradients of weights, by name, with those of one more part of the loss."""
+    names = [name for name in found if tensors[name].requires_grad]
+    more = torch.autograd.grad(mean, [tensors[name] for name in names], retain_graph=True, allow_unused=True)
+    total = dict(found)
+    for name, gradient in zip(names, more, strict=True):
+        if gradient is not None:
+            before = total[name]
+            total[name] = gradient if before is None else before + gradient
+    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,3 +39,9 @@ def mean_of_lowest(scores: Tensor, values: Tensor, fraction: float) -> float:
     border = scores.kthvalue(k).values
     below, tied = values[scores < border], values[scores == border]
     return float((below.sum() + tied.mean() * (k - len(below))) / k)
+
+
+def mean_over_groups(by_group: Mapping[str, float]) -> float:
+    """The mean over the groups where it is defined; NaN if there is none."""
+    defined = [value for value in by_group.values() if not math.isnan(value)]
+    return sum(defined) / len(defined) if defined else math.nan

@@ -16,20 +16,24 @@ from torch import Tensor, nn
 
 from gxd import arguments
 from gxd.cost.lesion import Data, Lesion
-from gxd.cost.ranks import mean_of_lowest, spearman
+from gxd.cost.ranks import mean_of_lowest, mean_over_groups, spearman
+from gxd.cost.sets import METRICS, SetCosts, set_costs
 from gxd.observe.direction import class_axis
+from gxd.observe.output import logits_in
 from gxd.plan.find import find_units
 from gxd.plan.layouts import NamedTensors, unwrap
 from gxd.plan.units import UnitPlan
+from gxd.sandbox.called import called_by
 from gxd.sandbox.substitute import evaluation
 from gxd.score.utilities import Utility, get_utility
 from gxd.score.utilities import utilities as registered
+from gxd.sharded import refuse_shards
+from gxd.tables import html_table, shown
 
-METRICS = ("l1", "kl")
 ByGroup = dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ResetCost:
     """The result of :func:`reset_cost`. ``print`` it.
 
@@ -40,6 +44,7 @@ class ResetCost:
         shocks: metric (``"l1"``, ``"kl"``) -> group name -> ``(n,)``, the mean over the probe examples.
         calibration: the number of examples the utilities were scored on.
         probe: the number of examples the shocks were measured on.
+        sets: what whole sets of units cost, if that was asked for.
     """
 
     units: Mapping[str, Tensor]
@@ -48,10 +53,11 @@ class ResetCost:
     shocks: Mapping[str, Mapping[str, Tensor]]
     calibration: int
     probe: int
+    sets: SetCosts | None = None
 
     def spearman(self, metric: str = "l1") -> dict[str, float]:
         """Utility -> rank correlation of scores and shocks, the mean over the groups where it is defined."""
-        return {name: _mean(by_group) for name, by_group in self.spearman_by_group(metric).items()}
+        return {name: mean_over_groups(by_group) for name, by_group in self.spearman_by_group(metric).items()}
 
     def spearman_by_group(self, metric: str = "l1") -> dict[str, ByGroup]:
         """Utility -> group -> rank correlation; ties get their average rank.
@@ -68,7 +74,7 @@ class ResetCost:
 
     def shock(self, fraction: float = 0.05, metric: str = "l1") -> dict[str, float]:
         """Utility -> mean shock of the units it ranks lowest, ``ceil(fraction)`` of each group; mean over groups."""
-        return {name: _mean(by_group) for name, by_group in self.shock_by_group(fraction, metric).items()}
+        return {name: mean_over_groups(by_group) for name, by_group in self.shock_by_group(fraction, metric).items()}
 
     def shock_by_group(self, fraction: float = 0.05, metric: str = "l1") -> dict[str, ByGroup]:
         """Utility -> group -> mean shock of the lowest units. Of units that tie, the mean shock counts."""
@@ -79,7 +85,7 @@ class ResetCost:
 
     def oracle(self, fraction: float = 0.05, metric: str = "l1") -> float:
         """The shock that a perfect utility would have: of the units whose shock is lowest."""
-        return _mean(self.oracle_by_group(fraction, metric))
+        return mean_over_groups(self.oracle_by_group(fraction, metric))
 
     def oracle_by_group(self, fraction: float = 0.05, metric: str = "l1") -> ByGroup:
         """Group -> mean shock of the units whose shock is lowest."""
@@ -95,14 +101,27 @@ class ResetCost:
             cells = f"{rho['l1'][name]:6.3f} {rho['kl'][name]:6.3f}  {shock['l1'][name]:<9.3g}  {shock['kl'][name]:.3g}"
             lines.append(f"{name:{width}} {cells}")
         lines.append(f"{'oracle':{width}}  {'':13} {self.oracle():<9.3g}  {self.oracle(metric='kl'):.3g}")
-        lines.append(
-            f"{len(self.units)} groups, {sum(map(len, self.units.values()))} units; scored on {self.calibration} "
-            f"examples, clamped on {self.probe}"
-        )
+        return "\n".join([*lines, *self._notes(), *([] if self.sets is None else [str(self.sets)])])
+
+    def __repr__(self) -> str:
+        return f"ResetCost({self._notes()[0]}; print it)"
+
+    def _repr_html_(self) -> str:
+        columns = [by(metric) for by in (self.spearman, lambda m: self.shock(metric=m)) for metric in METRICS]
+        rows = [[name, *(shown(column[name]) for column in columns)] for name in self.scores]
+        rows.append(["oracle", "", "", *(shown(self.oracle(metric=metric)) for metric in METRICS)])
+        header = ("utility", "Spearman L1", "Spearman KL", "Shock@5% L1", "Shock@5% KL")
+        return html_table(header, rows, "Reset cost", self._notes())
+
+    def _notes(self) -> list[str]:
+        size = sum(map(len, self.units.values()))
+        notes = [
+            f"{len(self.units)} groups, {size} units; scored on {self.calibration} examples, clamped on {self.probe}"
+        ]
         for name, groups in self.undefined().items():
             if groups:
-                lines.append(f"{name}: no rank correlation in {len(groups)} group(s), left out: {', '.join(groups)}")
-        return "\n".join(lines)
+                notes.append(f"{name}: no rank correlation in {len(groups)} group(s), left out: {', '.join(groups)}")
+        return notes
 
     def _shocks(self, metric: str) -> Mapping[str, Tensor]:
         if metric not in self.shocks:
@@ -125,7 +144,10 @@ def reset_cost(
     class_dim: int | None = None,
     chunk: int = 256,
     seed: int = 0,
+    sets: float | None = None,
+    random_sets: int = 32,
     report: Callable[[int, int], None] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> ResetCost:
     """Clamp every unit to its reference, one at a time, and compare the shock with what the utilities predicted.
 
@@ -142,7 +164,8 @@ def reset_cost(
         calibration: ``(x, y)``: the inputs (a tensor, a tuple of arguments, or a dict, as for
             :func:`gxd.find_units`) and the target classes; y may be None if no utility needs it.
         probe: other inputs of the same kind, or ``(x, y)``; y is not used.
-        utilities: names of registered utilities. Default: all of them (without a target: all that need none).
+        utilities: names of registered utilities. Default: all of them but those that need second derivatives, which not
+            every model has (without a target: all that need none).
         plan: default: ``find_units(model, ...)``.
         units_per_group: clamp only so many units of each group, drawn at random. All are clamped by default.
         all_logit_examples: score utilities that need one backward pass per class on only so many calibration examples.
@@ -151,8 +174,12 @@ def reset_cost(
         output: takes the logits from what the model returns. Default: the tensor itself, or its ``logits``.
         class_dim: the axis of the classes, 1 or -1, where the shapes of the logits and of y leave it open.
         chunk: examples per forward pass, for scores, and for clamps that are done one by one.
-        seed: of the choice of units, of ``gxd_sketch`` and of ``random``.
+        seed: of the choice of units and of sets, of ``gxd_sketch``, ``gxd_kl``, ``gxd_second_order`` and ``random``.
+        sets: clamp whole sets, too: this share of each group at once, as each utility would choose it, and at random.
+            The result is in ``ResetCost.sets``.
+        random_sets: how many sets of each group are drawn at random.
         report: called with the number of clamps done and their total.
+        call: as for :func:`gxd.find_units`.
 
     Example::
 
@@ -161,28 +188,39 @@ def reset_cost(
         cost.spearman("l1")["gxd"]
     """
     arguments.module(model)
-    _check_numbers(units_per_group=units_per_group, all_logit_examples=all_logit_examples, chunk=chunk)
+    _check_numbers(
+        units_per_group=units_per_group, all_logit_examples=all_logit_examples, chunk=chunk, random_sets=random_sets
+    )
+    share = None if sets is None else _fraction(sets, "sets")
     if positions not in ("signed", "abs"):
         raise ValueError(f"positions={positions!r} is not 'signed' or 'abs'")
     inputs, target = _calibration(calibration)
     wanted = _utilities(utilities, target)
     model = unwrap(model)
+    refuse_shards(model, "reset_cost")
     if plan is None:
-        plan = find_units(model, inputs)
+        plan = find_units(model, inputs, call=call)
     arguments.plan(plan)
     if not plan.groups:
         raise ValueError("the plan has no group, so there is nothing to clamp: print(plan) says why")
     plan.validate(NamedTensors(model))
     data = Data(inputs, target, plan.batch_dim, "calibration")
     probes = Data(_probe_inputs(probe, inputs), None, plan.batch_dim, "probe")
-    lesion = Lesion(model, plan, _checked(output) if output is not None else _logits, positions, seed)
+    lesion = Lesion(model, plan, _checked(output) if output is not None else logits_of, positions, seed)
     units = [_some(group.size, units_per_group, seed) for group in plan.groups]
-    with evaluation(model):
+    with evaluation(model), called_by(model, call):
         classes = _class_dim(lesion, data, probes, class_dim)
         references = lesion.references(data, chunk)
-        scores = lesion.scores(data, wanted, references, loss, classes, chunk, all_logit_examples)
+        scores, grams = lesion.scores(
+            data, wanted, references, loss, classes, chunk, all_logit_examples, pairs=share is not None
+        )
         shocks = lesion.shocks(probes, units, references, classes, chunk, report)
-    names = [group.name for group in plan.groups]
+        names, of_sets = [group.name for group in plan.groups], None
+        if share is not None:
+            clamp = lambda number, some: lesion.shocks_of_sets(  # noqa: E731
+                probes, number, some, references[number], classes, chunk
+            )
+            of_sets = set_costs(share, random_sets, names, units, scores, grams, shocks, clamp, seed)
     picked = dict(zip(names, units, strict=True))
     return ResetCost(
         units=picked,
@@ -191,6 +229,7 @@ def reset_cost(
         shocks={m: dict(zip(names, by_group, strict=True)) for m, by_group in shocks.items()},
         calibration=data.size,
         probe=probes.size,
+        sets=of_sets,
     )
 
 
@@ -216,13 +255,13 @@ def _probe_inputs(probe: Any, inputs: Any) -> Any:
 
 def _utilities(names: Sequence[str] | str | None, target: Tensor | None) -> list[Utility]:
     if names is None:
-        every = [get_utility(name) for name in registered()]
-        return [u for u in every if target is not None or u.gradient not in ("target", "loss")]
+        every = [utility for utility in map(get_utility, registered()) if not utility.curvature]
+        return [u for u in every if target is not None or u.gradient not in ("target", "loss", "weights")]
     wanted = [get_utility(name) for name in ([names] if isinstance(names, str) else names)]
     if not wanted:
         raise ValueError(f"utilities={names!r} is empty; the registered ones are {', '.join(registered())}")
     for utility in wanted:
-        if target is None and utility.gradient in ("target", "loss"):
+        if target is None and utility.gradient in ("target", "loss", "weights"):
             raise ValueError(f"the utility {utility.name!r} needs targets: give calibration=(x, y), not (x, None)")
     return list({utility.name: utility for utility in wanted}.values())
 
@@ -233,9 +272,9 @@ def _check_numbers(**numbers: int | None) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
 
 
-def _fraction(value: float) -> float:
-    if not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"fraction={value!r} must be a number above 0, at most 1")
+def _fraction(value: float, name: str = "fraction") -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number above 0, at most 1")
     return float(value)
 
 
@@ -248,11 +287,9 @@ def _some(size: int, wanted: int | None, seed: int) -> Tensor:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _logits(output: Any) -> Tensor:
-    found = getattr(output, "logits", output.get("logits") if isinstance(output, Mapping) else output)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"the model returns a {type(output).__name__}: say output=lambda out: ..., which tensor counts")
-    return found
+def logits_of(output: Any) -> Tensor:
+    """What a model returns, or the logits in it."""
+    return logits_in(output, "output=lambda out: ...")
 
 
 def _checked(output: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
@@ -269,12 +306,9 @@ def _class_dim(lesion: Lesion, data: Data, probes: Data, given: int | None) -> i
     """The class axis of the logits, from a first look at a few examples of each set."""
     call, target, _ = data.part(0, 2)
     logits, _ = lesion.watch(call)
+    if logits.dim() < 2:
+        raise ValueError(f"the model's output has shape {tuple(logits.shape)}, expected (batch, classes)")
     for name, few in (("calibration", logits), ("probe", lesion.watch(probes.part(0, 2)[0])[0])):
         if not bool(few.isfinite().all()):
             raise ValueError(f"the model's outputs on the {name} data are not finite (NaN or inf)")
     return class_axis(logits, target, given)
-
-
-def _mean(by_group: ByGroup) -> float:
-    defined = [value for value in by_group.values() if not math.isnan(value)]
-    return sum(defined) / len(defined) if defined else math.nan

@@ -24,6 +24,7 @@ import gxd
 from gxd.lab import models, streams
 from gxd.lab.config import MACHINE, check_range
 from gxd.lab.errors import UserError, first_line
+from gxd.score.utilities import get_utility
 
 DATA: dict[str, Callable[..., streams.Stream]] = {
     "permuted-mnist": streams.permuted_mnist,
@@ -101,7 +102,7 @@ class AssayConfig:
     """Other examples of the same task, on which every unit is clamped. None: as for --calibration.
     Paper: 2048."""
     utilities: tuple[str, ...] | None = None
-    """Which utilities to compare. None: all that are registered."""
+    """Which utilities to compare. None: all that are registered, but for those that need second derivatives."""
     units_per_group: int | None = None
     """Clamp only so many units of each layer, drawn at random. None: all.
     Paper: all."""
@@ -168,7 +169,8 @@ class AssayConfig:
             unit = "epochs" if full.tasks == 1 else "tasks"
             raise UserError(f"checkpoints={full.checkpoints!r} must lie between 0 and the {rounds} {unit} of training")
         ordered = tuple(sorted(set(full.checkpoints)))
-        return replace(full, checkpoints=ordered, utilities=full.utilities or tuple(gxd.utilities()))
+        every = tuple(name for name in gxd.utilities() if not get_utility(name).curvature)
+        return replace(full, checkpoints=ordered, utilities=full.utilities or every)
 
     def _drawn(self) -> dict[str, Any]:
         """How many examples to draw where nothing was said. What is scored and what is clamped are different ones."""

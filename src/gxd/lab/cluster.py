@@ -30,18 +30,21 @@ def run_all(
     processes: int | None = None,
     gpus: float = 0.0,
     retries: int = RETRIES,
+    files: Sequence[Path] = (),
 ) -> list[Outcome]:
     """Train all of them on the cluster, with one CPU and ``gpus`` GPUs each. Returns how each ended.
 
     Args:
         address: ``auto`` joins the cluster that this machine belongs to, ``local`` starts one for the time of the call
             with as many CPUs as ``processes``, and anything else is the address of a cluster.
+        files: of the user's, that register methods, on the file system that all nodes share.
     """
     root = root.absolute()  # the workers stand elsewhere
+    own = [str(file.absolute()) for file in files]
     prepare(root)
     with _joined(address, processes) as ray:
         train = ray.remote(_train).options(num_cpus=1, num_gpus=gpus, max_retries=retries, retry_exceptions=False)
-        pending = {train.remote(job.config, str(root)): index for index, job in enumerate(jobs)}
+        pending = {train.remote(job.config, str(root), own): index for index, job in enumerate(jobs)}
         outcomes: dict[int, Outcome] = {}
         total = Total(jobs, root, board)
         try:
@@ -64,9 +67,9 @@ def run_all(
     return [outcomes[i] for i in range(len(jobs))]
 
 
-def _train(config: Any, root: str) -> Failure | None:
+def _train(config: Any, root: str, files: Sequence[str]) -> Failure | None:
     """What runs on a node."""
-    return train_one(config, Path(root))
+    return train_one(config, Path(root), files=[Path(file) for file in files])
 
 
 def _outcome(ray: Any, reference: Any, job: Job, root: Path, retries: int) -> Outcome:
@@ -85,7 +88,7 @@ def _progress(job: Job, root: Path) -> Progress | None:
         last = json.loads(lines.rpartition(b"\n")[2])
     except (OSError, ValueError):  # not started yet, or being written
         return None
-    return Progress(last["task"] + 1, job.config.tasks, last["test_accuracy"])
+    return Progress(last["task"] + 1, job.config.tasks, last.get(job.config.metric), job.config.metric)
 
 
 @contextmanager

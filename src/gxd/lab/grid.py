@@ -9,6 +9,7 @@
     [grid]                         # the product of these; several [[grid]] tables are run one after another
     method = ["backprop", "gxd"]
     lr = [0.1, 0.3]
+    options = [{ threshold = 0.1 }, { threshold = 0.2 }]   # of the method, as tables; here or in [fixed]
     [final]                        # optional: a second stage
     per = ["method"]               # of all settings that agree in these fields, the best one ...
     seeds = [0, 1, 2, 3, 4]        # ... is run on these seeds
@@ -25,8 +26,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gxd.lab.config import Experiment, check_range, experiment
+from gxd.lab.config import check_range
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment, experiment
 from gxd.lab.workers import Job
 
 if sys.version_info >= (3, 11):
@@ -173,4 +175,6 @@ def _seeds(value: Any, name: str) -> tuple[int, ...]:
 
 def short(value: Any) -> str:
     """A value as it is shown."""
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,11 +16,24 @@ EVERY = 15.0  # seconds between two lines of one run, where there is no terminal
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: tasks behind it, tasks in all, and the test accuracy after the last (None before the first)."""
+    """How far a run is: tasks behind it, tasks in all, and of the last one that counts (None before it) the metric."""
 
     task: int
     tasks: int
-    accuracy: float | None = None
+    value: float | None = None
+    metric: str = "test_accuracy"
+
+    @property
+    def short(self) -> str:
+        """The value alone."""
+        if self.value is None:
+            return "-"
+        return f"{100 * self.value:.1f}%" if self.metric.endswith("accuracy") else f"{self.value:.3g}"
+
+    @property
+    def words(self) -> str:
+        """The value with what it is: accuracy or loss."""
+        return f"{self.metric.rpartition('_')[2]} {self.short}"
 
 
 @dataclass
@@ -75,7 +88,7 @@ class Board:
             self._bars = _bars(self._out)
             self._bars.start()
             if self._many:
-                self._overall = self._bars.add_task("runs", total=self._total, accuracy="", eta="")
+                self._overall = self._bars.add_task("runs", total=self._total, value="", eta="")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -93,31 +106,26 @@ class Board:
         if run is None:
             run = self._runs[name] = _Run(name, progress, now, progress, now)
             if self._bars is not None:
-                run.bar = self._bars.add_task(name, total=progress.tasks, accuracy="", eta="")
+                run.bar = self._bars.add_task(name, total=progress.tasks, value="", eta="")
             elif progress.task < progress.tasks:  # else it was done before, and `finish` says so
                 whence = f", {progress.task} of them done before" if progress.task else ""
                 self._say(f"{name}: {progress.tasks} tasks{whence}")
         run.last = progress
         if self._bars is not None:
-            accuracy, eta = _percent(progress.accuracy), run.eta(now)
-            self._bars.update(
-                run.bar, completed=progress.task, total=progress.tasks, accuracy=accuracy, eta=f"ETA {eta}"
-            )
+            eta = f"ETA {run.eta(now)}"
+            self._bars.update(run.bar, completed=progress.task, total=progress.tasks, value=progress.short, eta=eta)
         elif now - run.shown >= EVERY and progress.task < progress.tasks:
             run.shown = now
-            self._say(
-                f"{name}: task {progress.task}/{progress.tasks}, accuracy {_percent(progress.accuracy)}, "
-                f"ETA {run.eta(now)}"
-            )
+            self._say(f"{name}: task {progress.task}/{progress.tasks}, {progress.words}, ETA {run.eta(now)}")
 
     def finish(self, name: str, note: str = "") -> None:
         """A run came to its end; the note says how if it did not go well."""
         self._finished += 1
         run = self._runs.pop(name, None)
-        accuracy = _percent(run.last.accuracy if run is not None else None)
+        reached = (run.last if run is not None else Progress(0, 0)).words
         took = clock(self._now() - run.began) if run is not None else "0:00"
         count = f"[{self._finished}/{self._total}] " if self._many else ""
-        line = f"{count}{name}: {note or f'done, accuracy {accuracy}'} ({took})"
+        line = f"{count}{name}: {note or f'done, {reached}'} ({took})"
         if self._bars is None:
             self._say(line)
             return
@@ -149,10 +157,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def _percent(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{100 * accuracy:.1f}%"
-
-
 def _bars(out: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -162,7 +166,7 @@ def _bars(out: TextIO) -> Any:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]:>6}", markup=False),
+        TextColumn("{task.fields[value]:>6}", markup=False),
         TextColumn("{task.fields[eta]}", markup=False),
         console=Console(file=out),
         expand=True,

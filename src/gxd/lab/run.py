@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn
 
 import gxd
-from gxd.lab import metrics, models, streams
-from gxd.lab.config import EXPERIMENTS, Cifar100, Experiment, PermutedDigits, PermutedMNIST, experiment
+from gxd.lab import methods
 from gxd.lab.errors import UserError, first_line
+from gxd.lab.experiments import EXPERIMENTS, Experiment, experiment
 from gxd.lab.progress import Board, Progress
-from gxd.lab.steps import Step, make_step
 from gxd.lab.store import METRICS, STATUS, RunDirectory, read_json, read_metrics
-from gxd.lab.streams import Stream, Task
+from gxd.lab.streams import Stream
+from gxd.lab.training import Training, test
 
 CHECKPOINT_EVERY = 10.0  # seconds, at least; what a kill costs. The numbers do not depend on it
-PROBE = 1000  # test examples that the metrics of the network are measured on
 
 Report = Callable[[Progress], None]
 Log = Callable[[dict[str, Any]], None]
@@ -47,143 +44,12 @@ class Options(Generic[E]):
     """Write TensorBoard events beside the metrics."""
 
 
-class Training:
-    """All that changes while a run trains: the model, its optimizer and its ContinualBackprop."""
-
-    def __init__(self, config: Experiment, stream: Stream, device: torch.device) -> None:
-        self.config = config = config.resolved()
-        self.model = build_model(config, stream).to(device)
-        assert config.lr is not None and config.rate is not None
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
-        example = torch.zeros(2, *stream.input_shape, device=device)
-        self.plan = gxd.find_units(self.model, example, residual=getattr(config, "residual", "skip"))
-        self.cbp: gxd.ContinualBackprop | None = None
-        if config.method != "backprop":
-            self.cbp = gxd.ContinualBackprop(
-                self.model,
-                self.optimizer,
-                plan=self.plan,
-                utility=config.method,
-                replacement_rate=config.rate,
-                maturity=config.maturity,
-                decay=config.decay,
-                compensate=config.compensate,
-                score_every=config.score_every,
-                positions=config.positions,
-                # Not the model's seed: fresh weights would repeat the first ones.
-                seed=streams.generator(config.seed, "resets").initial_seed(),
-            )
-        self.step: Step | None = None
-
-    @property
-    def resets(self) -> int:
-        """Units reset so far."""
-        return self.cbp.total_resets if self.cbp is not None else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """As tensors and plain values."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "cbp": self.cbp.state_dict() if self.cbp is not None else None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.cbp is not None:
-            self.cbp.load_state_dict(state["cbp"])
-
-    def new_task(self) -> None:
-        """What the protocol does between tasks."""
-        if isinstance(self.config, Cifar100):
-            models.zero_head(self.model)
-            for values in self.optimizer.state.values():
-                for value in values.values():
-                    if isinstance(value, Tensor):
-                        value.zero_()  # in place, for a compiled step holds on to it; to SGD it is as if it were new
-
-    def learn(self, task: Task) -> tuple[float, float] | None:
-        """Train on one task. Returns the mean loss and the online accuracy, or None if the run has diverged."""
-        if self.step is None:
-            self.step = make_step(self.config, self.model, self.optimizer, F.cross_entropy, self.cbp)
-        online = _Online(task.train_labels.device)
-        self.model.train()
-        for epoch in range(self.config.epochs):
-            for x, y in task.batches(epoch):
-                online.add(*self.step(x, y), y)
-        total, hits = online.sums()
-        with torch.no_grad():
-            finite = torch.stack([p.isfinite().all() for p in self.model.parameters()]).all() & total.isfinite()
-        if not bool(finite):
-            return None
-        return total.item() / online.steps, hits.item() / online.examples
-
-    def measure(self, task: Task) -> dict[str, float]:
-        """The metrics that are read off the model after a task."""
-        return metrics.measure(self.model, *task.probe(PROBE), self.plan, self.cbp)
-
-
-class _Online:
-    """Sums the losses and the hits of the steps on the device: asking for a number at every step would hold a GPU up,
-    and on a CPU the additions themselves would take a tenth of a small step. So they are made many steps at a time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._total, self._hits = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.steps = self.examples = 0
-
-    def add(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
-        self.steps += 1
-        self.examples += len(y)
-        self._waiting.append((loss, logits, y))
-        if len(self._waiting) == 64:
-            self.sums()
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """The sum of the losses, and how many examples were classified correctly."""
-        if self._waiting:
-            losses, logits, labels = zip(*self._waiting, strict=True)
-            self._total += torch.stack(losses).sum()
-            self._hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
-            self._waiting.clear()
-        return self._total, self._hits
-
-
-def build_model(config: Experiment, stream: Stream) -> nn.Module:
-    """The network of an experiment, with its first weights."""
-    if isinstance(config, PermutedDigits | PermutedMNIST):
-        return models.mlp(
-            stream.input_shape[0],
-            stream.classes,
-            width=config.width,
-            depth=config.depth,
-            activation=config.activation,
-            layer_norm=config.layer_norm,
-            seed=config.seed,
-        )
-    return models.small_resnet(stream.classes, seed=config.seed)
-
-
 def make_stream(config: Experiment) -> Stream:
     """The tasks of an experiment."""
-    factory = streams.STREAMS[config.name]
-    stream = factory(config.seed, config.batch_size, config.device, getattr(config, "data_dir", None))
+    stream = config.stream()
     if stream.tasks is not None and config.tasks > stream.tasks:
         raise UserError(f"tasks={config.tasks} must be at most {stream.tasks}: {config.name} has no more")
     return stream
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, task: Task) -> float:
-    """Share of the test set that is classified correctly."""
-    model.eval()
-    hits = torch.stack([(model(x).argmax(1) == y).sum() for x, y in task.test()]).sum()
-    return int(hits) / len(task.test_labels)
 
 
 def train(
@@ -210,15 +76,15 @@ def train(
     path = config.run_directory(root)
     with ExitStack() as stack:
         stack.enter_context(out_of_memory_in_words())
-        # Before anything is written: what is wrong with the data shall leave no directory behind.
+        # Before anything is written: what is wrong with the data, or with the method, shall leave no directory behind.
         stream = None if _is_over(path) else make_stream(config)
+        stack.enter_context(_surroundings(config))
+        training = None if stream is None else Training(config, stream, device)
         directory = stack.enter_context(RunDirectory(path, config))
         log = stack.enter_context(_events(path)) if tensorboard else _nothing
-        if stream is None or _is_over(path):
-            _catch_up(directory, config.tasks, report, log)
+        if stream is None or training is None or _is_over(path):
+            _catch_up(directory, config, report, log)
         else:
-            stack.enter_context(_surroundings(config))
-            training = Training(config, stream, device)
             _go_on(training, stream, directory, report, log, checkpoint_every)
     return path
 
@@ -227,7 +93,7 @@ def _go_on(
     training: Training, stream: Stream, directory: RunDirectory, report: Report, log: Log, checkpoint_every: float
 ) -> None:
     """Train from the last checkpoint to the end."""
-    tasks = training.config.tasks
+    config, tasks = training.config, training.config.tasks
     saved = directory.load(next(training.model.parameters()).device)
     first, before = 0, 0.0
     if saved is not None:
@@ -239,24 +105,20 @@ def _go_on(
                 f"the checkpoint in {directory.path} is of another version of gxd: delete that directory, and the run "
                 "starts anew"
             ) from error
-    _catch_up(directory, tasks, report, log)
+    value = _catch_up(directory, config, report, log)
     began = saved_at = time.monotonic()
     directory.set_status("running", first, before)
     for number in range(first, tasks):
         task, resets = stream.task(number), training.resets
-        training.new_task()
+        training.new_task(task)
         learned = training.learn(task)
         if learned is None:
             directory.set_status("diverged", number, before + time.monotonic() - began)
             return
-        line = {
-            "task": number,
-            "test_accuracy": accuracy(training.model, task),
-            "online_accuracy": learned[1],
-            "loss": learned[0],
-            "resets": training.resets - resets,
-            **training.measure(task),
-        }
+        with training.evaluating():
+            tested, measured = test(training.model, task, config), training.measure(task)
+        resets = training.resets - resets
+        line = {"task": number, **tested, **learned, "resets": resets, **training.reset_ages(resets), **measured}
         directory.append(line)
         log(line)
         seconds = before + time.monotonic() - began
@@ -264,16 +126,21 @@ def _go_on(
             directory.save({"training": training.state_dict(), "task": number + 1, "seconds": seconds})
             directory.set_status("running", number + 1, seconds)
             saved_at = time.monotonic()
-        report(Progress(number + 1, tasks, line["test_accuracy"]))
+        if config.counts(number):
+            value = line[config.metric]
+        report(Progress(number + 1, tasks, value, config.metric))
     directory.set_status("done", tasks, before + time.monotonic() - began)
 
 
-def _catch_up(directory: RunDirectory, tasks: int, report: Report, log: Log) -> None:
-    """Report what is on disk already."""
+def _catch_up(directory: RunDirectory, config: Experiment, report: Report, log: Log) -> float | None:
+    """Report what is on disk already. Returns the last value of the metric that counts."""
     lines = directory.lines()
     for line in lines:
         log(line)
-    report(Progress(len(lines), tasks, lines[-1].get("test_accuracy") if lines else None))
+    counted = [line.get(config.metric) for line in lines if config.counts(line["task"])]
+    value = counted[-1] if counted else None
+    report(Progress(len(lines), config.tasks, value, config.metric))
+    return value
 
 
 def find_device(name: str) -> torch.device:
@@ -363,7 +230,11 @@ USAGE = """usage: gxd run EXPERIMENT [OPTIONS]
 
 {experiments}
 
-gxd run EXPERIMENT --help lists the options of each, with the paper's values."""
+gxd run EXPERIMENT --help lists the options of each, with the paper's values. --method NAME is one of
+
+{methods}
+
+in parentheses what --options takes, as in gxd run permuted-digits --method redo --options threshold=0.05 every=500"""
 
 
 def command(argv: list[str]) -> int:
@@ -371,11 +242,12 @@ def command(argv: list[str]) -> int:
     from gxd.lab.arguments import parse
 
     if not argv or argv[0] in ("-h", "--help"):
-        lines = [f"  {name:16s} {(cls.__doc__ or '').splitlines()[0]}" for name, cls in EXPERIMENTS.items()]
-        print(USAGE.format(experiments="\n".join(lines)))
+        lines = [f"  {name:20s} {_first_sentence(cls)}" for name, cls in EXPERIMENTS.items()]
+        print(USAGE.format(experiments="\n".join(lines), methods="\n".join(methods.overview())))
         return 0
     cls = experiment(argv[0])
-    about = f"{(cls.__doc__ or '').strip()} Started again, it goes on where it stopped."
+    about = f"{' '.join((cls.__doc__ or '').split())} Started again, it goes on where it stopped. "
+    about += "Paper: the value of the paper that the experiment comes from; of methods and resets, of the one of GXD."
     options: Options[Any] = parse(Options[cls], argv[1:], f"gxd run {cls.name}", description=about)  # type: ignore[valid-type]
     if not options.seeds:
         raise UserError("--seeds needs a number, for instance --seeds 0 1 2")
@@ -384,22 +256,25 @@ def command(argv: list[str]) -> int:
         for config in configs:
             name = config.label()
             path = train(config, options.out, report=board.follow(name), tensorboard=options.tensorboard)
-            board.finish(name, _ending(path) if read_json(path / STATUS)["status"] == "diverged" else "")
+            board.finish(name, _ending(config, path) if read_json(path / STATUS)["status"] == "diverged" else "")
     paths = [config.run_directory(options.out) for config in configs]
     for path in paths:
         print(path)
-    print(
-        "final test accuracy: " + ", ".join(f"seed {c.seed} {_ending(p)}" for c, p in zip(configs, paths, strict=True))
-    )
+    endings = [f"seed {c.seed} {_ending(c, p)}" for c, p in zip(configs, paths, strict=True)]
+    print(f"final {cls.metric.replace('_', ' ')}: {', '.join(endings)}")
     return 0
 
 
-def _ending(path: Path) -> str:
-    """How a run that is over ended: its last test accuracy, or where it diverged."""
+def _first_sentence(cls: type[Experiment]) -> str:
+    return " ".join((cls.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+
+def _ending(config: Experiment, path: Path) -> str:
+    """How a run that is over ended: the last value of its metric, or where it diverged."""
     status = read_json(path / STATUS)
     if status["status"] == "diverged":
         return f"diverged in task {status['task']}"
     lines = read_metrics(path)
     if len(lines) != status["task"]:
         raise UserError(f"{path / METRICS} has lost lines: delete {path}, and run it again")
-    return f"{lines[-1]['test_accuracy']:.4f}"
+    return f"{[line[config.metric] for line in lines if config.counts(line['task'])][-1]:.4f}"

@@ -1,38 +1,41 @@
 """Which setting of a grid is the best, and the second stage that follows from it.
 
-Best is the highest *final accuracy*: the test accuracy averaged over the last tenth of the tasks, then over the seeds
-of the grid. A run that diverged counts with the accuracy of guessing, so a setting that diverges on some seeds loses to
-a stable one. The paper says "best final accuracy" and no more. Of equals the first in the grid wins.
+Best is the best *final value*: the metric of the experiment, mostly the test accuracy, averaged over the last tenth of
+the tasks that count, then over the seeds of the grid. A run that diverged counts as one that has learned nothing, so a
+setting that diverges on some seeds loses to a stable one. The paper says "best final accuracy" and no more. Of equals
+the first in the grid wins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gxd.lab.config import Experiment
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment
 from gxd.lab.grid import Sweep, Values, short
+from gxd.lab.progress import Progress
 from gxd.lab.store import read_metrics, write_json
 from gxd.lab.workers import settled, status_of
 
 LAST = 0.1
-"""The share of the tasks, at the end of a run, that makes its final accuracy."""
+"""The share of the tasks, at the end of a run, that makes its final value."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting of the grid and what it reached on each seed: its final accuracy, or None if it diverged."""
+    """A setting of the grid and what it reached on each seed: its final value, or None if it diverged."""
 
     cell: Values
-    chance: float
+    learned_nothing: float
     reached: tuple[float | None, ...]
 
     @property
-    def accuracy(self) -> float:
-        """The mean over the seeds, with guessing for the diverged ones."""
-        return sum(self.chance if a is None else a for a in self.reached) / len(self.reached)
+    def value(self) -> float:
+        """The mean over the seeds; the diverged ones have learned nothing."""
+        return sum(self.learned_nothing if a is None else a for a in self.reached) / len(self.reached)
 
     @property
     def diverged(self) -> int:
@@ -53,12 +56,13 @@ class Choice:
         return self.candidates[0] if self.candidates else None
 
 
-def final_accuracy(config: Experiment, root: Path) -> float | None:
-    """The mean test accuracy over the last tenth of the tasks; None if the run diverged."""
+def final_value(config: Experiment, root: Path) -> float | None:
+    """The mean of the metric over the last tenth of the tasks that count; None if the run diverged."""
     directory = config.run_directory(root)
     if status_of(config, root).get("status") == "diverged":
         return None
-    last = [line["test_accuracy"] for line in read_metrics(directory)][-max(1, round(LAST * config.tasks)) :]
+    counted = [line[config.metric] for line in read_metrics(directory) if config.counts(line["task"])]
+    last = counted[-max(1, round(LAST * sum(map(config.counts, range(config.tasks))))) :]
     if not last:
         raise UserError(f"{directory} is done but has no metrics: delete it, and start the sweep again")
     return None if None in last else sum(last) / len(last)
@@ -69,7 +73,7 @@ def select(sweep: Sweep, out: Path) -> list[Choice]:
     root = sweep.grid_root(out)
     if sweep.final is None:
         return []
-    chance = 0.5 if sweep.kind.name == "cifar100" else 0.1  # pairs of classes; ten digits
+    kind = sweep.kind
     groups: dict[str, Choice] = {}
     incomplete = set()
     for cell in sweep.cells:
@@ -80,8 +84,9 @@ def select(sweep: Sweep, out: Path) -> list[Choice]:
         if not all(settled(run, root) for run in runs):
             incomplete.add(repr(per))
             continue
-        candidate = Candidate(cell, chance, tuple(final_accuracy(run, root) for run in runs))
-        ranked = sorted([*choice.candidates, candidate], key=lambda c: -c.accuracy)  # stable: the first of equals
+        candidate = Candidate(cell, kind.learned_nothing, tuple(final_value(run, root) for run in runs))
+        sign = -1 if kind.higher_is_better else 1
+        ranked = sorted([*choice.candidates, candidate], key=lambda c: sign * c.value)  # stable: the first of equals
         groups[repr(per)] = Choice(per, tuple(ranked))
     return [Choice(choice.per) if name in incomplete else choice for name, choice in groups.items()]
 
@@ -100,7 +105,8 @@ def write_selection(sweep: Sweep, choices: Sequence[Choice], out: Path) -> Path:
     record = {
         "sweep": sweep.name,
         "experiment": sweep.kind.name,
-        "criterion": f"mean test accuracy over the last {LAST:.0%} of the tasks, then over seeds; diverged: chance",
+        "criterion": f"{'highest' if sweep.kind.higher_is_better else 'lowest'} mean {sweep.kind.metric} over the last "
+        f"{LAST:.0%} of the tasks that count, then over seeds; diverged: as if nothing was learned",
         "seeds": list(sweep.seeds),
         "choices": [
             {
@@ -108,7 +114,7 @@ def write_selection(sweep: Sweep, choices: Sequence[Choice], out: Path) -> Path:
                 "candidates": [  # the first is the chosen one
                     {
                         "setting": {n: c.cell[n] for n in sweep.varied if n in c.cell},
-                        "final_accuracy": round(c.accuracy, 6),
+                        "final": round(c.value, 6) if math.isfinite(c.value) else None,
                         "by_seed": [None if a is None else round(a, 6) for a in c.reached],
                         "diverged": c.diverged,
                     }
@@ -127,7 +133,7 @@ def selection_table(sweep: Sweep, choices: Sequence[Choice]) -> str:
     """The chosen settings, one line each."""
     per = sweep.final.per if sweep.final is not None else ()
     searched = [name for name in sweep.varied if name not in per]
-    rows = [[*per, *searched, "final accuracy", "of", "diverged"]]
+    rows = [[*per, *searched, f"final {sweep.kind.metric.replace('_', ' ')}", "of", "diverged"]]
     for choice in choices:
         row = [short(value) for value in choice.per.values()]
         if choice.best is None:
@@ -136,7 +142,8 @@ def selection_table(sweep: Sweep, choices: Sequence[Choice]) -> str:
         full = sweep.config(choice.best.cell, sweep.seeds[0]).resolved()
         row += [short(getattr(full, name)) for name in searched]
         diverged = f"{choice.best.diverged}/{len(sweep.seeds)}"
-        rows.append([*row, f"{100 * choice.best.accuracy:.1f}%", str(len(choice.candidates)), diverged])
+        reached = Progress(0, 0, choice.best.value, sweep.kind.metric).short
+        rows.append([*row, reached, str(len(choice.candidates)), diverged])
     return table(rows)
 
 

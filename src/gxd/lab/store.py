@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import gxd
-from gxd.lab.config import Experiment, experiment
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment, experiment
 
 CONFIG, METRICS, STATUS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "status.json", "checkpoint.pt", ".lock"
 

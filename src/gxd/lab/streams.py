@@ -1,6 +1,6 @@
-"""Sequences of tasks. A task is a pure function of (seed, number), so that a resume needs no random state, and all
-methods see the same tasks.
+"""Sequences of tasks: what streams are made of, and those that several experiments share.
 
+A task is a pure function of (seed, number), so that a resume needs no random state, and all methods see the same tasks.
 The images stay on the device as bytes. They are scaled and permuted a chunk of batches at a time, never as a whole.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from gxd.lab import data
 from gxd.lab.data import Dataset
 from gxd.lab.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # inputs (n, ...) float32, labels (n,) int64
+Batch = tuple[Tensor, Tensor]  # inputs (n, ...) float32, labels (n,) int64 or targets (n, 1) float32
 
 # Examples that are scaled and permuted at once. On a CPU they should stay in the cache (an epoch of MNIST: 72 ms at
 # 512, 190 ms at 8192, 330 ms batch by batch); on a GPU fewer launches count more.
@@ -46,11 +46,12 @@ class Task:
 
     Attributes:
         seed, number: of the stream, and of the task in it, from 0.
-        batch_size: of the training batches; the last one holds what is left.
+        batch_size: of the training batches; the last one holds what is left, or is left out (``whole_batches``).
         train_images, test_images: ``(n, ...)``, not permuted: float32 as they are, or uint8, which are divided by
             ``full`` or, if they are colour images ``(n, 3, 32, 32)``, standardised.
         permutation: ``(pixels,)`` input ``i`` of the task is pixel ``permutation[i]`` of the image; or None.
         augmented: whether training batches are flipped, cropped and rotated, see :func:`augment`.
+        shuffled: whether every epoch has an order of its own; else all have that of the images.
     """
 
     seed: int
@@ -63,16 +64,23 @@ class Task:
     full: int = 255
     permutation: Tensor | None = None
     augmented: bool = False
+    shuffled: bool = True
+    whole_batches: bool = False
 
     @property
     def steps(self) -> int:
         """Batches per epoch."""
-        return -(-len(self.train_labels) // self.batch_size)
+        examples = len(self.train_labels)
+        return examples // self.batch_size if self.whole_batches else -(-examples // self.batch_size)
 
     def batches(self, epoch: int = 0) -> Iterator[Batch]:
-        """The training set once, in an order of its own for every epoch."""
-        order = torch.randperm(len(self.train_labels), generator=generator(self.seed, self.number, epoch, "order"))
-        order = order.to(self.train_labels.device)
+        """The training set once."""
+        examples = len(self.train_labels)
+        if self.shuffled:
+            order = torch.randperm(examples, generator=generator(self.seed, self.number, epoch, "order"))
+        else:
+            order = torch.arange(examples)
+        order = order[: self.steps * self.batch_size].to(self.train_labels.device)
         chance = generator(self.seed, self.number, epoch, "augment")
         chunk = CHUNK.get(self.train_images.device.type, LARGE_CHUNK)
         for rows in order.split(max(1, chunk // self.batch_size) * self.batch_size):
@@ -117,7 +125,7 @@ class Stream:
     """A sequence of tasks.
 
     Attributes:
-        classes: the number of outputs a model needs.
+        classes: the number of outputs a model needs; 1 for the prediction of a number.
         input_shape: of one example.
         tasks: how many tasks there are, or None: as many as one likes.
     """
@@ -152,43 +160,6 @@ class Permuted(Stream):
         first = self._first
         permutation = torch.randperm(self.input_shape[0], generator=generator(first.seed, number, "permutation"))
         return replace(first, number=number, permutation=permutation.to(first.train_images.device))
-
-
-class ClassPairs(Stream):
-    """Continuous CIFAR-100: tell two classes apart.
-
-    The first tasks go through all classes once; after that pairs are drawn at random, none of which repeats an
-    earlier one. Images are standardised per channel with ``CIFAR_MEAN`` and ``CIFAR_STD``; no augmentation.
-    """
-
-    classes = 2
-
-    def __init__(self, dataset: Dataset, seed: int, batch_size: int, device: torch.device | str = "cpu") -> None:
-        self.input_shape = tuple(dataset.train_images.shape[1:])
-        self.pairs = pairs(dataset.classes, seed)
-        self.tasks = len(self.pairs)
-        self._dataset, self._seed, self._batch_size = dataset.to(device), seed, batch_size
-
-    def task(self, number: int) -> Task:
-        self.check(number)
-        pair, whole = self.pairs[number], self._dataset
-        # A task has few images and many epochs: they are standardised once.
-        train = _of_two(pair, whole.train_images, whole.train_labels)
-        test = _of_two(pair, whole.test_images, whole.test_labels)
-        return Task(self._seed, number, self._batch_size, *train, *test)
-
-
-def pairs(classes: int, seed: int) -> list[tuple[int, int]]:
-    """All pairs of classes in the order of the tasks, each once: first a partition of the classes, then the rest."""
-    shuffled = torch.randperm(classes, generator=generator(seed, "partition")).tolist()
-    first = list(zip(shuffled[::2], shuffled[1::2], strict=False))
-    known = {frozenset(pair) for pair in first}
-    rest = [(a, b) for a in range(classes) for b in range(a + 1, classes) if frozenset((a, b)) not in known]
-    shuffle = generator(seed, "pairs")
-    order = torch.randperm(len(rest), generator=shuffle).tolist()
-    # Which of the two is labelled 1 is drawn as well: else the class of the higher number would nearly always be.
-    turned = torch.randint(2, (len(rest),), generator=shuffle).tolist()
-    return first + [rest[i][::-1] if turn else rest[i] for i, turn in zip(order, turned, strict=True)]
 
 
 class AllClasses(Stream):
@@ -250,10 +221,18 @@ def standardise(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(mean).div_(std)
 
 
-def _of_two(pair: tuple[int, int], images: Tensor, labels: Tensor) -> Batch:
-    """The standardised images of two classes, in the file's order; label 1 for the second of the pair."""
-    rows = ((labels == pair[0]) | (labels == pair[1])).nonzero().flatten()
-    return standardise(images.index_select(0, rows)), (labels.index_select(0, rows) == pair[1]).long()
+def of_classes(classes: Sequence[int], images: Tensor, labels: Tensor) -> Batch:
+    """The images of these classes, in the file's order, with their labels. They are standardised here, once: such a
+    task has few images and many epochs.
+    """
+    rows = torch.isin(labels, torch.tensor(classes, device=labels.device)).nonzero().flatten()
+    return standardise(images.index_select(0, rows)), labels.index_select(0, rows)
+
+
+def some(dataset: Dataset, examples: int, seed: int) -> Dataset:
+    """The data set with so many of its training examples, drawn with the seed."""
+    rows = torch.randperm(len(dataset.train_labels), generator=generator(seed, "some"))[:examples]
+    return replace(dataset, train_images=dataset.train_images[rows], train_labels=dataset.train_labels[rows])
 
 
 def permuted_digits(seed: int, batch_size: int = 16, device: str = "cpu", data_dir: str | Path | None = None) -> Stream:
@@ -266,13 +245,6 @@ def permuted_mnist(seed: int, batch_size: int = 16, device: str = "cpu", data_di
     return Permuted(data.mnist(data_dir), seed, batch_size, device)
 
 
-def continuous_cifar100(
-    seed: int, batch_size: int = 100, device: str = "cpu", data_dir: str | Path | None = None
-) -> Stream:
-    """Continuous CIFAR-100: pairs of classes, 3x32x32 inputs."""
-    return ClassPairs(data.cifar100(data_dir), seed, batch_size, device)
-
-
 def all_cifar100(
     seed: int,
     batch_size: int = 90,
@@ -283,7 +255,3 @@ def all_cifar100(
 ) -> Stream:
     """All of CIFAR-100 as one augmented task."""
     return AllClasses(data.cifar100(data_dir), seed, batch_size, device, validation)
-
-
-STREAMS = {"permuted-digits": permuted_digits, "permuted-mnist": permuted_mnist, "cifar100": continuous_cifar100}
-"""Experiment -> ``factory(seed, batch_size, device, data_dir)``."""

@@ -18,8 +18,8 @@ import tyro
 
 from gxd.lab import cluster, workers
 from gxd.lab.arguments import parse
-from gxd.lab.config import Experiment
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment
 from gxd.lab.grid import Sweep, load, short
 from gxd.lab.progress import Board, clock
 from gxd.lab.selection import final_runs, select, selection_table, write_selection
@@ -73,7 +73,8 @@ def command(argv: list[str]) -> int:
     for _ in final:
         choices = select(sweep, options.out)
         file = write_selection(sweep, choices, options.out)
-        print(f"{selection_table(sweep, choices)}\n\nchosen by final accuracy; all candidates are in {file}\n")
+        metric = sweep.kind.metric.replace("_", " ")
+        print(f"{selection_table(sweep, choices)}\n\nchosen by final {metric}; all candidates are in {file}\n")
         outcomes += _run(sweep, _stages(sweep, options.out)[1], options)
         for choice in choices:
             if choice.best is None:
@@ -207,7 +208,7 @@ def command_line(config: Experiment, out: Path) -> str:
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
-            words += [f"--{option}", str(value)]
+            words += [f"--{option}", *(value if isinstance(value, tuple) else [str(value)])]
     return shlex.join([*words, "--out", str(out)])
 
 

@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gxd.lab.config import Experiment
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import Experiment
 from gxd.lab.progress import Board, Progress
 from gxd.lab.store import STATUS, read_json
 
@@ -84,11 +84,21 @@ def cores() -> int:
 
 
 def run_all(
-    jobs: Sequence[Job], root: Path, board: Board, *, processes: int | None = None, retries: int = RETRIES
+    jobs: Sequence[Job],
+    root: Path,
+    board: Board,
+    *,
+    processes: int | None = None,
+    retries: int = RETRIES,
+    files: Sequence[Path] = (),
 ) -> list[Outcome]:
-    """Train all of them, in this order, as many at a time as there are cores. Returns how each ended."""
+    """Train all of them, in this order, as many at a time as there are cores. Returns how each ended.
+
+    Args:
+        files: of the user's, that register methods; see :func:`gxd.lab.methods.load`.
+    """
     prepare(root)
-    return _Crew(jobs, root, board, processes or cores(), retries).work()
+    return _Crew(jobs, root, board, processes or cores(), retries, files).work()
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
@@ -97,11 +107,11 @@ def run_all(
 class _Worker:
     """A process, our end of the pipe to it, and what it is at."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         # A daemon: should we end without saying goodbye, Python ends it.
-        self.process = context.Process(target=_serve, args=(theirs, root), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, root, files), daemon=True)
         with _environment(ONE_THREAD), without_interrupts():
             self.process.start()
         theirs.close()  # so that the end of the worker is the end of the pipe
@@ -111,8 +121,10 @@ class _Worker:
 class _Crew:
     """The workers and the queue."""
 
-    def __init__(self, jobs: Sequence[Job], root: Path, board: Board, size: int, retries: int) -> None:
-        self.jobs, self.root, self.board = jobs, root, board
+    def __init__(
+        self, jobs: Sequence[Job], root: Path, board: Board, size: int, retries: int, files: Sequence[Path] = ()
+    ) -> None:
+        self.jobs, self.root, self.board, self.files = jobs, root, board, files
         self.size, self.retries = max(1, min(size, len(jobs))), retries
         self.waiting = deque(range(len(jobs)))
         self.killed: Counter[int] = Counter()
@@ -138,7 +150,7 @@ class _Crew:
             if worker is None:
                 if len(self.workers) == self.size:
                     return
-                worker = _Worker(self.root)
+                worker = _Worker(self.root, self.files)
                 self.workers.append(worker)
             worker.job = self.waiting.popleft()
             try:
@@ -293,11 +305,13 @@ def without_interrupts() -> Iterator[None]:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def train_one(config: Experiment, root: Path, report: Any = None) -> Failure | None:
+def train_one(config: Experiment, root: Path, report: Any = None, files: Sequence[Path] = ()) -> Failure | None:
     """Train one run with one thread. Returns what went wrong, if anything did."""
-    from gxd.lab import run
+    from gxd.lab import methods, run
 
     try:
+        for file in files:
+            methods.load(file)
         run.train(replace(config, threads=1), root, report=report)
     except UserError as error:
         return Failure(str(error))
@@ -318,13 +332,13 @@ def train_one(config: Experiment, root: Path, report: Any = None) -> Failure | N
     return None
 
 
-def _serve(pipe: Connection, root: Path) -> None:
+def _serve(pipe: Connection, root: Path, files: Sequence[Path]) -> None:
     """Train what comes through the pipe until it is closed."""
     follow_parent()
     while True:
         try:
             config = pipe.recv()
-            pipe.send(train_one(config, root, pipe.send))
+            pipe.send(train_one(config, root, pipe.send, files))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 

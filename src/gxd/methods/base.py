@@ -10,14 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from gxd.errors import PlanError
+from gxd.methods.task_data import TaskData
 from gxd.notices import Notices
 from gxd.plan.layouts import NamedTensors
 from gxd.plan.units import Group, UnitPlan
 from gxd.processes import Processes
-from gxd.reset.optimizers import NewState, all_inside
-from gxd.reset.units import operate
+from gxd.reset.operator import Reset
+from gxd.reset.optimizers import NewState, all_inside, follow
+from gxd.reset.units import WHOLE, operate
+from gxd.reset.writes import Write, carry_out
 from gxd.score.state import UnitState
 from gxd.score.utilities import Utility
+
+
+class UnitsReset(NamedTuple):
+    """Units of a group that a method has reset, so that they begin anew.
+
+    Attributes:
+        units: their indices.
+        operator: what was done to them.
+        references: ``(views, size)`` the means that were moved into the consumers' biases; None: none were.
+    """
+
+    group: Group
+    units: Tensor
+    operator: Reset
+    references: Tensor | None
 
 
 class Trained(NamedTuple):
@@ -44,8 +62,11 @@ class Host:
         check_new_state: refuses optimizer state that appeared since, and that a reset could not be carried over to.
         grad_scale: of the gradients in ``before_step``, if a fused optimizer unscales them itself.
         stepping: the optimizer that is about to step, in ``before_step``; one after the other, if there are several.
-        chosen: what :meth:`reset` has reset, of which the other methods are told.
+        done: what :meth:`reset` has reset, of which the other methods are told.
+        data: of the task that begins, at a boundary, if it was given.
         observed: the units with this step's observation taken in; None on steps that were not observed.
+        output_gradients: parameter name -> the gradient of the output that was observed in this step, for methods
+            that ask for it; None on steps that were not observed.
     """
 
     model: nn.Module
@@ -56,9 +77,11 @@ class Host:
     generator: torch.Generator
     notices: Notices
     observed: UnitState | None = None
+    output_gradients: Mapping[str, Tensor] | None = None
     grad_scale: float = 1.0
     stepping: Any = None
-    chosen: list[tuple[Group, Tensor]] = field(default_factory=list)
+    done: list[UnitsReset] = field(default_factory=list)
+    data: TaskData | None = None
 
     def __post_init__(self) -> None:
         self.check_new_state = NewState(self.optimizers, self.tensors)
@@ -80,13 +103,25 @@ class Host:
                     if name is not None and parameter.requires_grad:
                         yield Trained(name, parameter, float(group["lr"]), bool(group.get("maximize")))
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of :meth:`trained`, by name."""
+        return {one.name: one.parameter for one in self.trained()}
+
     def reset(
         self,
         chosen: Sequence[tuple[Group, Tensor]],
         references: Mapping[str, Tensor],
-        step_policy: str,
-    ) -> None:
-        """Reset units: all of it, or nothing if it fails."""
+        reset: Reset = WHOLE,
+        *,
+        amounts: Mapping[str, Tensor] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> list[tuple[Group, Tensor]]:
+        """Reset units: all of it, or nothing if it fails. Arguments as for :func:`gxd.reset.units.operate`.
+
+        Returns:
+            The units that begin anew, of which the other methods are told: all but those that have an amount, and go
+            only a part of the way. What is known of these still holds.
+        """
         replaced = self.tensors.replaced()
         if replaced:
             raise PlanError(
@@ -99,10 +134,40 @@ class Host:
             list(chosen),
             references,
             self.generator,
+            reset,
+            amounts=amounts,
+            initial=initial,
             optimizers=self.optimizers,
-            step_policy=step_policy,
         )
-        self.chosen += chosen
+        whole = []
+        for group, index in chosen:
+            amount = (amounts or {}).get(group.name)
+            index = index if amount is None else index[amount * reset.blend == 1]
+            whole += [(group, index)] if len(index) else []
+        self.done += [UnitsReset(group, index, reset, references.get(group.name)) for group, index in whole]
+        return whole
+
+    def write(self, writes: Sequence[Write], memories: str = "keep", step_policy: str = "keep") -> None:
+        """Write to parameters: all of it, or nothing if it fails. Copies of them that optimizers keep are written too.
+
+        Args:
+            writes: see :mod:`gxd.reset.writes`.
+            memories: of the optimizers, of gradients of what is set: ``keep``, or ``reset``, as those of a new one.
+            step_policy: of counters that a parameter's elements share (Adam's ``step``): ``keep`` or ``reset``.
+        """
+        names = dict(self.model.named_parameters())
+        carry_out([*writes, *follow(writes, self.optimizers, step_policy, names, memories)])
+
+    def all_units_are_new(self) -> None:
+        """Say so to the other methods: all weights were drawn anew."""
+        self.done += [UnitsReset(group, torch.arange(group.size), WHOLE, None) for group in self.plan.groups]
+
+    def gradients(self) -> Iterator[dict[str, Tensor]]:
+        """At a boundary, for methods with ``needs_data``: name -> gradient of the loss of a batch of the new task, mean
+        over the processes, for everything that is trained. The model is left as it was found.
+        """
+        assert self.data is not None
+        return self.data.gradients(self.model, [one.name for one in self.trained()], self.processes)
 
 
 class Method:
@@ -118,6 +183,13 @@ class Method:
             ``units``, a :class:`gxd.score.state.UnitState`.
         decay, positions: how they are scored.
         needs_units: whether it needs a plan of the model.
+        needs_data: whether it needs data of the new task at a boundary.
+        also_changes: what it may change beside trained parameters: ``buffers`` (those of norms, at most), or
+            ``requires_grad``.
+        output_gradient: ``target`` or ``sketch``: on steps that it observes, ``host.output_gradients`` has the
+            gradients of that output by the parameters, for one more backward pass; None: not at all.
+        sharded: whether it works with parameters that processes share out (FSDP2): it touches them by
+            :meth:`Host.reset` and :meth:`Host.write`, or by operations that DTensors have, element by element.
     """
 
     name: str = "method"
@@ -125,6 +197,15 @@ class Method:
     decay: float = 0.99
     positions: str = "signed"
     needs_units: bool = False
+    needs_data: bool = False
+    also_changes: tuple[str, ...] = ()
+    output_gradient: str | None = None
+    sharded: bool = False
+
+    @property
+    def needs_observe(self) -> bool:
+        """Whether the training loop has to call ``observe``."""
+        return self.output_gradient is not None or (self.utility is not None and self.utility.needs_observe)
 
     def init(self, host: Host) -> Any:
         """The state before the first step."""
@@ -149,6 +230,14 @@ class Method:
     def on_reset(self, host: Host, state: Any, chosen: Sequence[tuple[Group, Tensor]]) -> Any:
         """Another method has reset units."""
         return state
+
+    def on_load(self, host: Host, state: Any) -> Any:
+        """A state was loaded: put right what follows from it and is in no checkpoint, as ``requires_grad``."""
+        return state
+
+    def evaluation_weights(self, host: Host, state: Any) -> Mapping[str, Tensor]:
+        """Parameters and buffers, by name, that the model is to be evaluated with instead of its own."""
+        return {}
 
     def __repr__(self) -> str:
         return f"gxd.method({self.name!r})"

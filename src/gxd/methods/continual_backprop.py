@@ -9,12 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gxd import arguments
+from gxd.acting import OnReset
 from gxd.attachment import Attachment
 from gxd.methods.registry import register_method
 from gxd.methods.unit_reset import UnitReset
 from gxd.plan.units import UnitPlan
-from gxd.select import LowestRate
+from gxd.reset.operator import Reset
+from gxd.select import ByAge, LowestRate, LowestSet
 from gxd.select.settings import OfPlan
+
+RANKINGS = ("absolute", "age")
+SELECTIONS = {"units": LowestRate, "set": LowestSet}
 
 
 @register_method(
@@ -23,6 +28,7 @@ from gxd.select.settings import OfPlan
     reference="Dohare et al.: Loss of Plasticity in Deep Continual Learning, Nature 632, 2024; with the utility gxd: "
     "resets by gradient x difference from the reset reference",
     inert={"replacement_rate": 0.0},
+    changes="units: new incoming weights, no outgoing ones, their mean into biases, optimizer state of these",
 )
 def continual_backprop(
     utility: str = "gxd",
@@ -35,17 +41,21 @@ def continual_backprop(
     step_policy: str = "keep",
     ranking: str = "absolute",
     exponent: float = 0.5,
+    selection: str = "units",
 ) -> UnitReset:
     """The options are those of :class:`gxd.ContinualBackprop`."""
-    selector = LowestRate(replacement_rate, maturity, score_every, ranking, exponent)
+    arguments.choice("ranking", ranking, RANKINGS)
+    arguments.number("exponent", exponent, 0.0, 10.0)
+    kind = SELECTIONS[arguments.choice("selection", selection, SELECTIONS)]
+    selector = kind(replacement_rate, maturity, score_every)
     # One observation stands for score_every steps.
     return UnitReset(
         utility,
         selector,
+        reset=Reset(compensate=compensate, step_policy=step_policy),
+        normalise=ByAge(exponent) if ranking == "age" else "none",
         decay=arguments.decay(decay) ** score_every,
-        compensate=compensate,
         positions=positions,
-        step_policy=step_policy,
     )
 
 
@@ -73,11 +83,13 @@ class ContinualBackprop(Attachment):
         positions: ``signed`` sums the effect of a unit over positions (space, tokens) before taking its absolute
             value; ``abs`` takes the absolute value at every position, as the paper seems to have done.
         step_policy: what becomes of Adam's ``step`` on a reset: ``keep`` or ``reset``.
-        scaler, process_group, on_unobserved: as for :func:`gxd.attach`.
+        scaler, process_group, on_unobserved, on_reset: as for :func:`gxd.attach`.
         ranking: ``absolute``: the units of lowest utility go, as in the paper. ``age``: those of lowest ``u / E[u |
             age] ** exponent``, where the expectation is over the units of the same group and age: a newborn unit is
             cheap to lose because its outgoing weights are still near zero, and is judged among its peers.
         exponent: of the ranking by age.
+        selection: ``units``: those of lowest utility go. ``set``: those that are cheapest to reset together, see
+            :class:`gxd.LowestSet`.
 
     Example::
 
@@ -110,6 +122,8 @@ class ContinualBackprop(Attachment):
         on_unobserved: str = "raise",
         ranking: str = "absolute",
         exponent: float = 0.5,
+        selection: str = "units",
+        on_reset: OnReset | None = None,
     ) -> None:
         method = continual_backprop(
             utility=utility,
@@ -122,6 +136,7 @@ class ContinualBackprop(Attachment):
             step_policy=step_policy,
             ranking=ranking,
             exponent=exponent,
+            selection=selection,
         )
         method.name = "continual_backprop"
         self.decay = decay
@@ -135,6 +150,7 @@ class ContinualBackprop(Attachment):
             seed=seed,
             process_group=process_group,
             on_unobserved=on_unobserved,
+            on_reset=on_reset,
         )
 
     @property
@@ -182,7 +198,7 @@ class ContinualBackprop(Attachment):
     @property
     def compensate(self) -> bool:
         """Whether a unit's mean contribution is moved into its consumers' biases."""
-        return self._method.compensate
+        return self._method.reset.compensate
 
     @property
     def score_every(self) -> int:
@@ -197,7 +213,7 @@ class ContinualBackprop(Attachment):
     @property
     def step_policy(self) -> str:
         """What becomes of Adam's ``step`` on a reset."""
-        return self._method.step_policy
+        return self._method.reset.step_policy
 
     def __repr__(self) -> str:
         utility = self._method.utility

@@ -1,5 +1,51 @@
 """All methods that come with gxd. A new one is a file like ``redo.py``, and a name here."""
 
-from gxd.methods import continual_backprop, l2_init, redo
+from gxd.methods import (
+    continual_backprop,
+    cpr,
+    dash,
+    fire,
+    full_reset,
+    hare_and_tortoise,
+    head_reset,
+    l2,
+    l2_init,
+    nap,
+    optimizer_reset,
+    parseval,
+    plasticity_injection,
+    product,
+    redo,
+    regrama,
+    shrink_and_perturb,
+    snr,
+    spectral,
+    swr,
+    upgd,
+    weight_clipping,
+)
 
-__all__ = ["continual_backprop", "l2_init", "redo"]
+__all__ = [
+    "continual_backprop",
+    "cpr",
+    "dash",
+    "fire",
+    "full_reset",
+    "hare_and_tortoise",
+    "head_reset",
+    "l2",
+    "l2_init",
+    "nap",
+    "optimizer_reset",
+    "parseval",
+    "plasticity_injection",
+    "product",
+    "redo",
+    "regrama",
+    "shrink_and_perturb",
+    "snr",
+    "spectral",
+    "swr",
+    "upgd",
+    "weight_clipping",
+]

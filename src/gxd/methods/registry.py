@@ -22,6 +22,8 @@ class MethodInfo:
         description: what it does, in a line.
         reference: where it comes from.
         inert: the options under which it changes nothing.
+        changes: what it changes, in a few words; empty: what follows from its functions.
+        needs: what it needs beyond what follows from its functions, in a few words.
         make: its function; its arguments are the options.
     """
 
@@ -30,6 +32,8 @@ class MethodInfo:
     reference: str
     inert: Mapping[str, Any]
     make: Callable[..., Method]
+    changes: str = ""
+    needs: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,13 +45,19 @@ _REGISTRY: dict[str, MethodInfo] = {}
 
 
 def register_method(
-    name: str, *, description: str, reference: str = "", inert: Mapping[str, Any]
+    name: str,
+    *,
+    description: str,
+    reference: str = "",
+    inert: Mapping[str, Any],
+    changes: str = "",
+    needs: str = "",
 ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
     """Add a method under a name, usable as ``gxd.method(name, **options)``.
 
     Args:
         name: the name; registering it again replaces the function.
-        description, reference, inert: see :class:`MethodInfo`.
+        description, reference, inert, changes, needs: see :class:`MethodInfo`.
 
     Example::
 
@@ -62,7 +72,7 @@ def register_method(
         unknown = [option for option in inert if option not in inspect.signature(make).parameters]
         if unknown:
             raise ValueError(f"method {name!r}: inert names {unknown[0]!r}, which is not one of its options")
-        _REGISTRY[name] = MethodInfo(name, description, reference, MappingProxyType(dict(inert)), make)
+        _REGISTRY[name] = MethodInfo(name, description, reference, MappingProxyType(dict(inert)), make, changes, needs)
         return make
 
     return add

@@ -1,4 +1,4 @@
-"""Methods that reset units: a utility, a selector, and what becomes of the units that are chosen."""
+"""Methods that reset units: a utility, a normalisation, a selector, and what becomes of the units that are chosen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch import Tensor
 from gxd import arguments
 from gxd.checkpoint import Some
 from gxd.methods.base import Host, Method
+from gxd.methods.recent import Recent
 from gxd.plan.layouts import state_dtype
 from gxd.plan.units import Group, tensor_names
-from gxd.reset.units import STEP_POLICIES
+from gxd.reset.operator import Reset
+from gxd.reset.units import WHOLE
 from gxd.score.state import UnitState, forgotten
-from gxd.score.utilities import get_utility
-from gxd.select import Selector
+from gxd.score.utilities import get_utility, utilities
+from gxd.select import Normalise, Selector
 from gxd.select.base import Selection
+from gxd.select.normalise import normalisation
 
 POSITIONS = ("signed", "abs")
 
@@ -26,14 +29,19 @@ class UnitResets(NamedTuple):
     """The state of :class:`UnitReset`.
 
     Attributes:
-        last: group name -> the units that the last step has reset.
+        last: group name -> the units that the last step has reset, wholly or in part.
         total: how many were reset so far.
+        initial: the incoming weights as they began, by name, if they are what a reset writes.
+        recent: the ages at which the last of them were reset.
     """
 
     units: UnitState
     selector: Any
+    normalise: Any
     last: Some
     total: int
+    initial: dict[str, Tensor]
+    recent: Recent
 
 
 class UnitReset(Method):
@@ -42,62 +50,88 @@ class UnitReset(Method):
     Args:
         utility: one of :func:`gxd.utilities`.
         selector: which units go, and when.
-        decay: of the running averages, per observation.
-        compensate: whether to move the mean contribution of a unit into its consumers' biases when it is reset.
+        reset: what becomes of them.
+        normalise: what utilities are compared with: ``none``, ``layer_mean`` or ``age``. Default: the selector's.
+        decay: of the running averages, per observation; 0: the last batch alone counts. Default: the selector's.
         positions: ``signed`` or ``abs``, see :class:`gxd.ContinualBackprop`.
-        step_policy: what becomes of Adam's ``step`` on a reset: ``keep`` or ``reset``.
     """
 
     name = "unit_reset"
     needs_units = True
+    sharded = True
 
     def __init__(
         self,
         utility: str,
         selector: Selector,
         *,
-        decay: float = 0.99,
-        compensate: bool = True,
+        reset: Reset = WHOLE,
+        normalise: str | Normalise | None = None,
+        decay: float | None = None,
         positions: str = "signed",
-        step_policy: str = "keep",
     ) -> None:
-        arguments.switch("compensate", compensate)
         self.utility = get_utility(utility)
-        self.selector, self.decay, self.compensate = selector, decay, compensate
+        if selector.pairs and self.utility.effects is None:
+            known = ", ".join(name for name in utilities() if get_utility(name).effects is not None)
+            raise ValueError(
+                f"{type(selector).__name__} needs the effects of units on single examples, which the utility "
+                f"{utility!r} does not have: use one of {known}"
+            )
+        self.selector, self.reset = selector, reset
+        self.decay = arguments.decay(selector.decay if decay is None else decay)
+        if self.decay and not selector.decay:
+            raise ValueError(f"decay={decay!r}: {type(selector).__name__} judges single batches, so it takes decay=0")
+        self.normalise = normalisation(selector.normalise if normalise is None else normalise)
+        if selector.pairs and type(self.normalise) is not Normalise:
+            raise ValueError(
+                f"normalise={type(self.normalise).__name__} is of single units: with {type(selector).__name__} "
+                "leave it at 'none'"
+            )
         self.positions = arguments.choice("positions", positions, POSITIONS)
-        self.step_policy = arguments.choice("step_policy", step_policy, STEP_POLICIES)
 
     def init(self, host: Host) -> UnitResets:
-        units = UnitState.new(host.plan, host.device, state_dtype(host.tensors))
-        return UnitResets(units, self.selector.init(host.plan, units), Some(), 0)
+        units = UnitState.new(host.plan, host.device, state_dtype(host.tensors), self.selector.pairs)
+        names = {p.weight for group in host.plan.groups for p in group.producers if self.reset.incoming == "initial"}
+        initial = {name: host.tensors[name].detach().clone() for name in sorted(names)}
+        selector, normalise = self.selector.init(host.plan, units), self.normalise.init(host.plan, units)
+        return UnitResets(units, selector, normalise, Some(), 0, initial, Recent.none(host.device))
 
     def observes(self, state: UnitResets) -> bool:
         return self.selector.observes(state.units.step + 1)
 
     def after_step(self, host: Host, state: UnitResets) -> UnitResets:
-        plan, units = host.plan, state.units if host.observed is None else host.observed
-        units = UnitState(state.units.step + 1, *units[1:])
+        plan, step = host.plan, state.units.step + 1
+        if host.observed is None:
+            units = state.units._replace(step=step)
+        else:
+            units = host.observed._replace(step=step, scored=step)
         selector, due = self.selector.advance(plan, units, state.selector)
+        normalise = self.normalise.advance(plan, units, state.normalise, due)
+        state = UnitResets(units, selector, normalise, Some(), state.total, state.initial, state.recent)
         if not self.selector.idle(plan):
             host.check_new_state()
         if not due:
-            return UnitResets(units, selector, Some(), state.total)
-        selection, selector = self.selector.select(plan, units, selector, lambda n: self._may_be_reset(host, units, n))
-        selection = _agreed(host, selection) if host.processes.several else selection
-        selection = {n: index.cpu() for n, index in selection.items()}
-        chosen = [(plan.groups[n], index) for n, index in selection.items()]
-        if not chosen:
-            return UnitResets(units, selector, Some(), state.total)
-        references = self.references(host, units, list(selection)) if self.compensate else {}
-        host.reset(chosen, references, self.step_policy)
-        last = Some({group.name: index for group, index in chosen})
-        total = state.total + sum(len(index) for _, index in chosen)
-        return UnitResets(_forgotten(host, units, selection), selector, last, total)
+            return state
+        judged = self.normalise(plan, units, normalise)
+        selection, selector = self.selector.select(plan, judged, selector, lambda n: self._may_be_reset(host, units, n))
+        chosen = _chosen(host, selection, self.selector.soft)
+        state = state._replace(selector=selector)
+        return self._reset(host, state, chosen) if chosen else state
+
+    def _reset(self, host: Host, state: UnitResets, chosen: dict[int, tuple[Tensor, Tensor | None]]) -> UnitResets:
+        plan, units = host.plan, state.units
+        references = self.references(host, units, list(chosen)) if self.reset.compensate else {}
+        groups = [(plan.groups[number], index) for number, (index, _) in chosen.items()]
+        amounts = {plan.groups[number].name: amount for number, (_, amount) in chosen.items() if amount is not None}
+        whole = host.reset(groups, references, self.reset, amounts=amounts, initial=state.initial)
+        last = Some({group.name: index for group, index in groups})
+        total = state.total + sum(len(index) for _, index in groups)
+        recent = state.recent.then(plan, units, whole)
+        return self._forgotten(host, state._replace(last=last, total=total, recent=recent), whole)
 
     def on_reset(self, host: Host, state: UnitResets, chosen: Sequence[tuple[Group, Tensor]]) -> UnitResets:
-        numbers = {group.name: number for number, group in enumerate(host.plan.groups)}
-        units = _forgotten(host, state.units, {numbers[group.name]: index for group, index in chosen})
-        return state._replace(units=units, selector=self.selector.recounted(state.selector))
+        state = self._forgotten(host, state, chosen)
+        return state._replace(selector=self.selector.recounted(state.selector))
 
     def references(self, host: Host, units: UnitState, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Group name -> ``(views, size)`` the running means of h, of the groups of these numbers."""
@@ -123,19 +157,38 @@ class UnitReset(Method):
             host.notices.of_left_alone(group.name, why)
         return why is None
 
+    def _forgotten(self, host: Host, state: UnitResets, whole: Sequence[tuple[Group, Tensor]]) -> UnitResets:
+        """What is known of units that begin anew begins anew."""
+        if not whole:
+            return state
+        plan = host.plan
+        numbers = {group.name: number for number, group in enumerate(plan.groups)}
+        chosen = [(numbers[group.name], index) for group, index in whole]
+        flat = torch.cat([index + plan.unit_slices[n].start for n, index in chosen])
+        views = torch.cat([index + plan.view_slices[v].start for n, index in chosen for v in plan.views_of[n]])
+        units = forgotten(state.units, flat, views)
+        return state._replace(units=units, selector=self.selector.forgotten(state.selector, flat))
 
-def _agreed(host: Host, selection: Selection) -> Selection:
-    """The first process's choice, as one mask: the others may have chosen another number of units."""
-    mask = torch.zeros(host.plan.size, dtype=torch.uint8, device=host.device)
-    for number, index in selection.items():
-        mask[host.plan.unit_slices[number]].index_fill_(0, index.to(mask.device), 1)
-    host.processes.agree(mask)
-    masks = {number: mask[where].nonzero().flatten() for number, where in enumerate(host.plan.unit_slices)}
-    return {number: index for number, index in masks.items() if len(index)}
+
+def _chosen(host: Host, selection: Selection, soft: bool) -> dict[int, tuple[Tensor, Tensor | None]]:
+    """Group number -> indices, on the host, and how far each of these units goes (None: all the way)."""
+    if host.processes.several:
+        selection = _agreed(host, selection, soft)
+    chosen: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for number, given in selection.items():
+        given = given.cpu()
+        index = given.nonzero().flatten() if soft else given
+        if len(index):
+            chosen[number] = (index, given[index] if soft else None)
+    return chosen
 
 
-def _forgotten(host: Host, units: UnitState, selection: dict[int, Tensor]) -> UnitState:
-    plan = host.plan
-    flat = [index + plan.unit_slices[n].start for n, index in selection.items()]
-    views = [index + plan.view_slices[v].start for n, index in selection.items() for v in plan.views_of[n]]
-    return forgotten(units, torch.cat(flat), torch.cat(views))
+def _agreed(host: Host, selection: Selection, soft: bool) -> Selection:
+    """The first process's choice: the others may have chosen another number of units."""
+    amounts = torch.zeros(host.plan.size, dtype=torch.float64, device=host.device)
+    for number, given in selection.items():
+        here = amounts[host.plan.unit_slices[number]]
+        here.copy_(given) if soft else here.index_fill_(0, given.to(here.device), 1.0)
+    host.processes.agree(amounts)
+    parts = {number: amounts[where] for number, where in enumerate(host.plan.unit_slices)}
+    return parts if soft else {number: part.nonzero().flatten() for number, part in parts.items()}

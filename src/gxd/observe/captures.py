@@ -7,7 +7,6 @@ those of training without hooks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from gxd.errors import ObservationError, ObservationWarning, warn
 from gxd.observe.consumers import Site, register, replace_heads, replace_input, sites_of
 from gxd.observe.direction import Direction
-from gxd.observe.hooks import Begin, End, Hook, Unseen
+from gxd.observe.hooks import Begin, End, Hook, Owner, Unseen
 from gxd.observe.reading import sum_of
 from gxd.plan.units import UnitPlan
 
@@ -75,7 +74,7 @@ class Pass(dict[int, Capture]):
         self.whole, self.examples = whole, examples
 
 
-class Observer:
+class Observer(Owner):
     """Collects the views of every training forward pass between two optimizer steps.
 
     Attributes:
@@ -85,6 +84,8 @@ class Observer:
         on_pass: called when a forward pass begins, active or not: the owner may use up what it can of the last ones.
     """
 
+    fleeting = ("passes", "running", "over")
+
     def __init__(self, model: nn.Module, plan: UnitPlan, loss_gradients: bool, on_pass: Callable[[], None]) -> None:
         self.active = True
         self.on_pass = on_pass
@@ -93,7 +94,6 @@ class Observer:
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
-        self.told_of_compiler = False  # that the model is compiled, which a warning has said
         self.unseen: dict[str, RemovableHandle] = {}
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),
@@ -116,17 +116,6 @@ class Observer:
             if name in modules:
                 hook = Unseen(self, modules[name], name)
                 self.unseen[name] = modules[name].register_forward_pre_hook(hook, with_kwargs=True)
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Observer:
-        """For the copy of the model: its hooks, which were copied with it or will be, become those of this copy."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        for hook in memo.pop(("hooks of", id(self)), ()):
-            hook.observer = copied
-        # What a pass has captured belongs to the graph of the pass, which is not copied.
-        state = {name: value for name, value in vars(self).items() if name not in ("passes", "running", "over")}
-        vars(copied).update(copy.deepcopy(state, memo))
-        copied.clear()
-        return copied
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins. If the one before did not come to its end, it raised: it does not count."""
@@ -173,20 +162,23 @@ class Observer:
         if self.model not in _muted:
             kept.append(gradient.detach())
 
-    def gradients(self, direction: Direction, passes: Sequence[Pass], stacked: bool = False) -> Iterator[Gradients]:
+    def gradients(
+        self, direction: Direction, passes: Sequence[Pass], stacked: bool = False, graph: bool = False
+    ) -> Iterator[Gradients]:
         """The gradients of an output by all captured views, for one cotangent after the other; or, ``stacked``, for all
-        at once, with the directions on a first axis.
+        at once, with the directions on a first axis. ``graph``: so that they can be differentiated again.
         """
         if len(passes) == 1 and not direction.several and all(len(c.aliases) == 1 for c in passes[0].values()):
             (cotangent,) = direction.cotangents()
-            parts = self._pull_back(passes, direction.output, [c.aliases[0] for c in passes[0].values()], cotangent)
+            only = [c.aliases[0] for c in passes[0].values()]
+            parts = self._pull_back(passes, direction.output, only, cotangent, graph=graph)
             found = {view: g for view, g in zip(passes[0], parts, strict=True) if g is not None}
             yield {0: found} if found else {}  # as in most training loops
             return
         captures = [(number, view, c) for number, one in enumerate(passes) for view, c in one.items()]
         aliases = [alias for _, _, c in captures for alias in c.aliases]
         for cotangent in [direction.stacked()] if stacked else direction.cotangents():
-            rest = iter(self._pull_back(passes, direction.output, aliases, cotangent, stacked))
+            rest = iter(self._pull_back(passes, direction.output, aliases, cotangent, stacked, graph))
             pulled: dict[int, dict[int, Tensor]] = {}
             for number, view, c in captures:
                 gradients = [g for g in islice(rest, len(c.aliases)) if g is not None]
@@ -201,11 +193,18 @@ class Observer:
         aliases: Sequence[Tensor],
         cotangent: Tensor,
         stacked: bool = False,
+        graph: bool = False,
     ) -> tuple[Tensor | None, ...]:
         _muted.add(self.model)
         try:
             return torch.autograd.grad(
-                output, aliases, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=stacked
+                output,
+                aliases,
+                cotangent,
+                retain_graph=True,
+                create_graph=graph,
+                allow_unused=True,
+                is_grads_batched=stacked,
             )
         except RuntimeError as error:
             if "second time" in str(error) or "freed" in str(error):

@@ -1,5 +1,5 @@
-"""Which change of the output counts: the target logit, every logit, a random mixture of logits, or a score of the
-user's.
+"""Which change of the output counts: the target logit, every logit, a random mixture of logits, the log-probability of
+a random label, or a score of the user's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from gxd.errors import ObservationError
 
 IGNORED = -100  # as in F.cross_entropy
 MOST_ROWS = 1024  # of an identity matrix that is kept: its rows are one-hot vectors
+RANDOM = ("sketch", "kl")  # gradients that draw random numbers
+
+Draw = Callable[[Tensor], Tensor]
 
 
 class Direction(NamedTuple):
@@ -45,7 +48,7 @@ def direction_of(
     logits: Tensor | None,
     target: Tensor | None,
     score: Tensor | None,
-    signs: Callable[[Tensor], Tensor],
+    draw: Draw,
     class_dim: int | None = None,
     traced: bool = False,
 ) -> Direction:
@@ -54,7 +57,7 @@ def direction_of(
     Args:
         gradient: the utility's.
         logits, target, score, class_dim: as for :meth:`gxd.ContinualBackprop.observe`.
-        signs: draws the random signs for logits, see :func:`random_signs`.
+        draw: random numbers for a tensor like the given one, see :func:`noise`.
         traced: the values are not to be looked at.
     """
     if score is not None:
@@ -71,10 +74,13 @@ def direction_of(
             "(batch, 1), as logits.unsqueeze(1) is; for any other single output use observe(score=...)"
         )
     if gradient == "sketch":
-        mixture = signs(logits)
+        mixture = draw(logits)
         return Direction(logits, lambda: iter([mixture]), logits.shape[0])
-    if gradient == "all":
+    if gradient in ("all", "kl"):
         dim = class_axis(logits, None if target is None else _checked_target(target), class_dim)
+        if gradient == "kl":
+            away = _of_own_label(logits.detach(), dim, draw(logits.select(dim, 0)).unsqueeze(dim))
+            return Direction(logits, lambda: iter([away]), logits.shape[0])
         return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0], several=logits.shape[dim] > 1)
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
@@ -82,9 +88,14 @@ def direction_of(
     return Direction(logits, lambda: iter([cotangent]), logits.shape[0], probabilities=probabilities)
 
 
-def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """+1 or -1 for every entry, drawn on the host so that they are the same on every device."""
-    return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(like)
+def noise(gradient: str | None, generator: torch.Generator) -> Draw:
+    """What a direction is drawn with, on the host so that it is the same on every device: +1 or -1 (``sketch``), or a
+    number in [0, 1) (``kl``), for every entry.
+    """
+    if gradient == "kl":  # in single precision also for a model in half: 256 different numbers are too few
+        return lambda like: torch.rand(like.shape, generator=generator).to(like.device)
+    signs = lambda like: torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)  # noqa: E731
+    return lambda like: signs(like).mul_(2).sub_(1).to(like)
 
 
 def _check_output(output: Tensor, name: str) -> None:
@@ -158,6 +169,21 @@ def _one_hot(logits: Tensor, target: Tensor, dim: int, traced: bool) -> Tensor:
             f"observe(): target classes range from {low} to {high}, but there are {logits.shape[dim]} logits (0 to "
             f"{logits.shape[dim] - 1}); {IGNORED} is ignored"
         ) from error
+
+
+def _of_own_label(logits: Tensor, dim: int, u: Tensor) -> Tensor:
+    """``onehot(y) - p``, the gradient of log p_y by the logits, with y drawn from p, the model's own prediction.
+
+    Args:
+        u: uniform in [0, 1), one for each label, with a class axis of length 1.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if logits.shape[dim] == 1:  # the log-odds of a binary problem
+        p = logits.to(wide).sigmoid()
+        return ((u < p).to(wide) - p).to(logits.dtype)
+    p = logits.softmax(dim, dtype=wide)
+    label = (p.cumsum(dim) <= u).sum(dim, keepdim=True).clamp(max=logits.shape[dim] - 1)  # they may sum to less than 1
+    return p.neg().scatter_add(dim, label, torch.ones_like(p)).to(logits.dtype)
 
 
 def _sign(logits: Tensor, target: Tensor, traced: bool) -> Tensor:

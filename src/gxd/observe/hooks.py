@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model, which tell a :class:`gxd.observe.captures.Observer` of its forward passes."""
+"""Hooks on the modules of a model, which tell their owner of its forward passes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,39 @@ if TYPE_CHECKING:
     from gxd.observe.captures import Observer
 
 
+class Owner:
+    """Whom hooks tell of forward passes: an observer of units, or of outputs.
+
+    Attributes:
+        active: whether it wants to know.
+        told_of_compiler: that the model is compiled, which a warning has said.
+        fleeting: the names of attributes that belong to the graph of a pass, which is not copied.
+    """
+
+    active = True
+    told_of_compiler = False
+    fleeting: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """For the copy of the model: its hooks, which were copied with it or will be, become those of this copy."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        for hook in memo.pop(("hooks of", id(self)), ()):
+            hook.observer = copied
+        state = {name: value for name, value in vars(self).items() if name not in self.fleeting}
+        vars(copied).update(copy.deepcopy(state, memo))
+        copied.clear()
+        return copied
+
+    def clear(self) -> None:
+        """Forget the passes so far."""
+
+
 class Hook:
     """A hook on one module. In a pickle or a deep copy of the model it is inert, unless its observer is copied, too."""
 
     always = False  # or only while the observer is active
 
-    def __init__(self, observer: Observer | None = None, module: nn.Module | None = None) -> None:
+    def __init__(self, observer: Any = None, module: nn.Module | None = None) -> None:
         self.observer, self.module = observer, module
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hook:
@@ -55,7 +82,7 @@ class Hook:
             return None
         return self.act(observer, *call)
 
-    def act(self, observer: Observer, *call: Any) -> Any:
+    def act(self, observer: Any, *call: Any) -> Any:
         raise NotImplementedError
 
 

@@ -15,7 +15,8 @@ _CRITICAL = 1.95  # Kolmogorov-Smirnov critical value at the 0.1% level, times s
 
 @dataclass(frozen=True)
 class Init:
-    """A distribution for weights: ``uniform`` on [-scale, scale] or ``normal`` with standard deviation ``scale``.
+    """A distribution for weights: ``uniform`` on [-scale, scale], ``normal`` with standard deviation ``scale``, or
+    the ``constant`` ``scale``.
 
     ``function``, if given, is used instead: it is called as ``function(tensor, generator=generator)`` on a tensor of
     the *whole* weight's shape (fans computed from a slice would be wrong), as the functions of :mod:`torch.nn.init`
@@ -31,11 +32,23 @@ class Init:
             return getattr(self.function, "__name__", "custom")
         return f"{self.kind}({self.scale:.3g})"
 
+    @property
+    def mean(self) -> float:
+        """Of the distribution, if it is one of the three."""
+        return self.scale if self.kind == "constant" else 0.0
+
+    @property
+    def deviation(self) -> float:
+        """Its standard deviation."""
+        return {"constant": 0.0, "uniform": self.scale / math.sqrt(3), "normal": self.scale}[self.kind]
+
     def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Draw float32 values of the given shape on the CPU, so that a seed gives the same weights on every device."""
         fresh = torch.empty(shape)
         if self.kind == "uniform":
             return fresh.uniform_(-self.scale, self.scale, generator=generator)
+        if self.kind == "constant":
+            return fresh.fill_(self.scale)
         return fresh.normal_(0.0, self.scale, generator=generator)
 
 

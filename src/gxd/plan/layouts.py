@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gxd.sharded import embedded, is_sharded, local, region, summed
+
 LINEAR, LINEAR_TRANSPOSED, CONV, CONV_TRANSPOSE = "linear", "linear_transposed", "conv", "conv_transpose"
 
 
@@ -35,6 +37,12 @@ class Layout:
         """
         blocks = tensor.unflatten(0, (self.groups, -1))
         return blocks.transpose(1, 2) if self.is_transposed else blocks
+
+    def canonical_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of :meth:`canonical` for a weight of this shape."""
+        first, second, *kernel = shape
+        first //= self.groups
+        return (self.groups, *((second, first) if self.is_transposed else (first, second)), *kernel)
 
     @property
     def is_transposed(self) -> bool:
@@ -94,7 +102,7 @@ def default_bound(module: nn.Module, weight: Tensor) -> float | None:
         return None
     if isinstance(module, nn.MultiheadAttention):  # xavier_uniform_
         return math.sqrt(6.0 / (weight.shape[0] + weight.shape[1]))
-    return 1.0 / math.sqrt(max(1, weight[0].numel()))  # kaiming_uniform_(a=sqrt(5))
+    return 1.0 / math.sqrt(max(1, math.prod(weight.shape[1:])))  # kaiming_uniform_(a=sqrt(5))
 
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -134,21 +142,31 @@ class AbsoluteSums:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """``(n,)``."""
-        weight = weight.detach()
-        if self.axis is not None:
-            others = [d for d in range(weight.dim()) if d != self.axis]
-            parts = [part.abs().sum(others) for part in _in_cache(weight)]
-            sums = parts[0] if len(parts) == 1 else torch.cat(parts) if self.axis == 0 else torch.stack(parts).sum(0)
-        else:
-            view = self.layout.canonical(weight)
-            mine = 1 if self.kind == "rows" else 2
-            sums = view.abs().sum([d for d in range(1, view.dim()) if d != mine]).flatten()
+        sums = self._of_shards(weight) if is_sharded(weight) else self._of_all(weight.detach())
         if self.in_order and len(sums) == len(self.index):
             return sums
         if self.index.device != sums.device:
             self.index = self.index.to(sums.device)
         found = sums[self.index]
         return found.sum(1) if self.several else found.squeeze(1)
+
+    def _of_all(self, weight: Tensor) -> Tensor:
+        """The sums of all rows, or all columns."""
+        if self.axis is None:
+            view = self.layout.canonical(weight)
+            mine = 1 if self.kind == "rows" else 2
+            return view.abs().sum([d for d in range(1, view.dim()) if d != mine]).flatten()
+        others = [d for d in range(weight.dim()) if d != self.axis]
+        parts = [part.abs().sum(others) for part in _in_cache(weight)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if self.axis == 0 else torch.stack(parts).sum(0)
+
+    def _of_shards(self, weight: Tensor) -> Tensor:
+        """The same of a weight that processes share out: each sums its shard, and the sums are added."""
+        if self.axis is None:
+            return summed(self._of_all(embedded(weight)), weight)
+        sums = torch.zeros(weight.shape[self.axis], dtype=weight.dtype, device=weight.device)
+        sums[region(weight)[self.axis]] = self._of_all(local(weight))
+        return summed(sums, weight)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -17,6 +17,9 @@ from torch import Tensor
 from gxd.errors import PlanError
 from gxd.plan.init import Init
 from gxd.plan.layouts import Layout
+from gxd.tables import html_table, text_table
+
+_HEADER = ("group", "units", "producers", "path", "consumers", "compensation")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Norm:
     couples: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Group:
     """Units that are ranked together: same producers, same consumers.
 
@@ -185,6 +188,10 @@ class Group:
         reasons += [f"{n.module or 'a functional norm'} couples units" for n in self.norms if n.couples]
         return tuple(dict.fromkeys(reasons))
 
+    def __repr__(self) -> str:
+        consumers = ", ".join(dict.fromkeys(map(str, self.consumers)))
+        return f"Group({self.name!r}, {self.size} units, read by {_shortened(consumers, 60)})"
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -194,7 +201,7 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class UnitPlan:
     """What will be reset, what will not, and why. ``print`` it.
 
@@ -330,16 +337,23 @@ class UnitPlan:
                 )
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("group", "units", "producers", "path", "consumers", "compensation")]
-        rows += [_describe(group) for group in self.groups]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = text_table(_HEADER, [_describe(group) for group in self.groups])
         lines.append(f"{len(self.groups)} groups, {self.size} units")
         if self.skipped:
             width = max(len(entry.name) for entry in self.skipped)
             lines += ["", "not reset:"] + [f"  {e.name.ljust(width)}  {e.reason}" for e in self.skipped]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        sizes = _shortened(", ".join(f"{group.name} {group.size}" for group in self.groups), 200)
+        skipped = f"; {len(self.skipped)} not reset" if self.skipped else ""
+        return f"UnitPlan({len(self.groups)} groups, {self.size} units: {sizes}{skipped}; print it)"
+
+    def _repr_html_(self) -> str:
+        title = f"{len(self.groups)} groups, {self.size} units"
+        table = html_table(_HEADER, [_describe(group) for group in self.groups], title)
+        rest = [(entry.name, entry.reason) for entry in self.skipped]
+        return table + (html_table(("not reset", "why"), rest) if rest else "")
 
 
 def tensor_names(groups: Iterable[Group]) -> list[str]:
@@ -354,6 +368,10 @@ def ranges(rows: Tensor) -> str:
     parts = torch.tensor_split(rows, breaks.tolist())
     text = [f"{int(part[0])}:{int(part[-1]) + 1}" for part in parts]
     return ",".join(text) if len(text) <= 4 else f"{len(rows)} rows"
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 4] + " ..."
 
 
 def _describe(group: Group) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gxd.sharded import local
+
 GRADIENT, WEIGHTS, KEEP = KINDS = ("gradient", "weights", "keep")
 COUNTER, REFUSED = "counter", "refused"
 
@@ -126,6 +128,7 @@ def understand(key: Any, value: Any, parameter: Tensor, classes: tuple[str, ...]
 
 def _is_coded(value: Tensor) -> bool:
     """Whether the elements of a tensor are something else than the numbers they stand for, or cannot be written."""
+    value = local(value)
     plain = type(value) is Tensor or type(value) is nn.Parameter
     return not plain or value.dtype not in _NUMBERS or value.layout != torch.strided or value.is_meta
 
@@ -134,7 +137,7 @@ def _why_not(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "it is no tensor and no number, and may hold anything"
     if _is_coded(value):
-        return "its elements are codes (8-bit, quantised, sharded): to write 0 need not make it 0; keep it in 32 bits"
+        return "its elements are codes (8-bit, quantised): to write 0 need not make it 0; keep it in 32 bits"
     return "gxd does not know whether it remembers gradients or is a copy of the weights"
 
 

@@ -22,6 +22,7 @@ from gxd.reset.optimizer_state import (
     understand,
 )
 from gxd.reset.writes import SetEntry, Whole, Write
+from gxd.sharded import local
 
 _DEPTH = 3  # of lists and dicts that are looked into
 
@@ -172,7 +173,11 @@ class NewState:
 
 
 def follow(
-    writes: Iterable[Write], optimizers: Sequence[Any], step_policy: str, names: Mapping[str, Tensor]
+    writes: Iterable[Write],
+    optimizers: Sequence[Any],
+    step_policy: str,
+    names: Mapping[str, Tensor],
+    memories: str = "reset",
 ) -> list[Write | SetEntry]:
     """The writes to the state of optimizers that follow from writes to their parameters.
 
@@ -181,6 +186,7 @@ def follow(
     Args:
         step_policy: whether counters ``keep`` their value or ``reset`` to what they begin with.
         names: the model's parameters by name, for messages.
+        memories: ``keep``: memories of gradients stay as they are, and only copies follow.
     """
     kept = keepers(optimizers)
     if not any(keeper.values for keeper in kept):  # as with SGD without momentum
@@ -193,11 +199,11 @@ def follow(
         for own in by_parameter.values():
             parameter = own[0].tensor
             for key, (known, tensor) in keeper.understood(parameter, names):
-                if known.kind == GRADIENT and tensor is not None:
+                if known.kind == GRADIENT and tensor is not None and memories == "reset":
                     begin, shape = _begin(known.begin, optimizers, parameter), parameter.shape
                     for one in own:
                         if one.times is None and one.where.belong_to(tensor, shape):
-                            following.append(Write(tensor, one.where, begin))
+                            following.append(Write(tensor, one.where, begin, amount=one.amount))
                 elif known.kind == WEIGHTS:
                     following += _copies(tensor, own, keeper.of(parameter), key)
                 elif known.kind == COUNTER and step_policy == "reset" and not all(one.adds for one in own):
@@ -238,11 +244,11 @@ def _without_repeats(
     """An addition may reach the same memory on two ways (the parameter itself, a wrapper's list, the state inside) and
     is made once.
     """
-    done = {(one.tensor.data_ptr(), id(one.value)) for own in by_parameter.values() for one in own if one.adds}
+    done = {(_place(one.tensor), id(one.value)) for own in by_parameter.values() for one in own if one.adds}
     kept: list[Write | SetEntry] = []
     for write in following:
         if isinstance(write, Write) and write.adds:
-            place = (write.tensor.data_ptr(), id(write.value))
+            place = (_place(write.tensor), id(write.value))
             if place in done:
                 continue
             done.add(place)
@@ -273,8 +279,14 @@ def _hanging(optimizer: Any) -> Iterator[tuple[str, Any, list[list[Tensor]]]]:
 
 def _is_own(tensor: Tensor, around: list[list[Tensor]]) -> bool:
     """Whether this is one of the parameters, or the gradient of one, and no copy."""
-    place = tensor.data_ptr()
-    return any(t is not None and t.data_ptr() == place for params in around for p in params for t in (p, p.grad))
+    place = _place(tensor)
+    return any(t is not None and _place(t) == place for params in around for p in params for t in (p, p.grad))
+
+
+def _place(tensor: Tensor) -> int:
+    """Where in memory it lies; a sharded tensor has no address of its own."""
+    address: int = local(tensor).data_ptr()
+    return address
 
 
 def _is_aligned(value: Any, around: list[list[Tensor]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.plan.layouts import Layout, NamedTensors, unwrap
 from gxd.plan.units import Consumer, Group, Producer, UnitPlan, tensor_names
+from gxd.reset.operator import STEP_POLICIES, Reset
 from gxd.reset.optimizers import check_state, follow, trained_by
-from gxd.reset.writes import AlongAxis, Entries, InBlocks, SetEntry, Whole, Write, carry_out
+from gxd.reset.writes import AlongAxis, Entries, InBlocks, Whole, Write, carry_out, read
+from gxd.sharded import reshard, sharded_modules
 
 Selection = list[tuple[Group, Tensor]]
-STEP_POLICIES = ("keep", "reset")
+WHOLE = Reset()
 
 
 def reset_units(
@@ -46,7 +49,8 @@ def reset_units(
         references: group name -> ``(size,)`` or ``(views, size)`` the mean of each unit's value, for the
             compensation. A unit without a reference is taken to be zero on average.
         compensate: whether to move the mean contribution of each unit into its consumers' biases.
-        generator: CPU generator of the fresh weights. Default: torch's global one.
+        generator: CPU generator of the fresh weights. Default: torch's global one. Processes that share out the
+            parameters (FSDP2) all call this, with the same units and equal generators.
         step_policy: what becomes of scalar counters in the optimizer state (Adam's ``step``): ``keep`` or ``reset``.
 
     Example::
@@ -64,6 +68,7 @@ def reset_units(
         if not isinstance(value, Mapping) and (value is not None or name == "units"):
             raise TypeError(f"{name} must be a dict, group name -> tensor, got {type(value).__name__}")
     model = unwrap(model)
+    reshard(sharded_modules(model))
     tensors = NamedTensors(model)
     plan.validate(tensors)
     selection = [(plan[name], _indices(plan[name], index)) for name, index in units.items()]
@@ -86,8 +91,8 @@ def reset_units(
         selection,
         means if compensate else {},
         generator,
+        Reset(step_policy=step_policy),
         optimizers=[] if optimizer is None else [optimizer],
-        step_policy=step_policy,
     )
 
 
@@ -125,7 +130,7 @@ def reset_optimizer_state(
         check_state([optimizer], {})
         where = AlongAxis(dim % parameter.dim(), index)
         with torch.no_grad():
-            unchanged = Write(parameter, where, where.read(parameter))
+            unchanged = Write(parameter, where, read(where, parameter))
             carry_out(follow([unchanged], [optimizer], step_policy, {}))
 
 
@@ -139,10 +144,11 @@ def operate(
     selection: Selection,
     references: Mapping[str, Tensor],
     generator: torch.Generator | None,
+    reset: Reset = WHOLE,
     *,
+    amounts: Mapping[str, Tensor] | None = None,
+    initial: Mapping[str, Tensor] | None = None,
     optimizers: Sequence[Any] = (),
-    step_policy: str = "keep",
-    also: Sequence[Write | SetEntry] = (),
 ) -> None:
     """R_S on named tensors, and on what optimizers keep of them. If anything fails, all is as it was, the generator
     too.
@@ -152,14 +158,17 @@ def operate(
         selection: the groups and the indices of their units.
         references: group name -> ``(views, size)``; a group without an entry is not compensated.
         generator: of the fresh weights.
+        reset: what is written.
+        amounts: group name -> how far each of the chosen units goes, in [0, 1]; a group without an entry goes all the
+            way.
+        initial: the incoming weights as they began, by name, if the reset asks for them.
         optimizers: their state follows what is written to their parameters.
-        also: what else is written by this reset.
     """
     generator = generator or torch.default_generator
     before = generator.get_state()
     try:
-        writes = reset_writes(tensors, selection, references, generator)
-        carry_out([*writes, *follow(writes, optimizers, step_policy, tensors), *also])
+        writes = reset_writes(tensors, selection, references, generator, reset, amounts or {}, initial or {})
+        carry_out([*writes, *follow(writes, optimizers, reset.step_policy, tensors, reset.memories)])
     except BaseException:
         generator.set_state(before)
         raise
@@ -170,38 +179,61 @@ def reset_writes(
     selection: Selection,
     references: Mapping[str, Tensor],
     generator: torch.Generator,
+    reset: Reset = WHOLE,
+    amounts: Mapping[str, Tensor] = MappingProxyType({}),
+    initial: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Write]:
     """What R_S writes, in the order that keeps neighbours apart; arguments as for :func:`operate`.
 
     Everything is read here: old weights, old references, fresh weights, initialisers of the user.
     """
     writes: list[Write] = []
+    far = {group.name: _far(amounts.get(group.name), reset.blend, len(index)) for group, index in selection}
     for group, index in selection:
-        if group.name in references:
+        if group.name in references and reset.lost:
             for view, reference in zip(group.views, references[group.name], strict=True):
                 mean, k = reference.index_select(0, index.to(reference.device)), view.columns.shape[1]
+                amount = _scaled(far[group.name], reset.lost)
+                mean = mean if amount is None else mean * amount.to(mean)
                 mean = mean if k == 1 else mean.repeat_interleave(k)
                 for consumer in view.consumers:
                     writes += compensation(tensors, consumer, view.columns_of(index), mean)
     for group, index in selection:
+        amount = far[group.name]
         for producer in group.producers:
-            writes += fresh_incoming(tensors, producer, index, generator)
-        for norm in group.norms:
-            entries = Entries(norm.entries[index].flatten())
-            for name, value in (
-                (norm.weight, 1.0),
-                (norm.bias, 0.0),
-                (norm.running_mean, 0.0),
-                (norm.running_var, 1.0),
-            ):
-                if name is not None:
-                    writes.append(Write(tensors[name], entries, value))
-    for group, index in selection:  # last, so that a fresh row does not bring a zeroed column back
+            writes.append(incoming(tensors, producer, index, generator, initial, amount))
+        if reset.offset == "zero":
+            writes += offsets(tensors, group, index, amount)
+    for group, index in (
+        selection if reset.lost else ()
+    ):  # last, so that a fresh row does not bring a zeroed column back
+        amount = _scaled(far[group.name], reset.lost)
         for view in group.views:
             columns = view.columns_of(index)
+            each = _repeated(amount, view.columns.shape[1])
             for consumer in view.consumers:
-                writes.append(Write(tensors[consumer.weight], _slices(consumer.layout, "columns", columns), 0.0))
+                where = _slices(consumer.layout, "columns", columns)
+                writes.append(Write(tensors[consumer.weight], where, 0.0, amount=each))
     return writes
+
+
+def _far(amount: Tensor | None, blend: float, units: int) -> Tensor | None:
+    """``(units,)`` how far each unit goes; None: all the way."""
+    if amount is None:
+        return None if blend == 1 else torch.full((units,), blend)
+    return amount * blend
+
+
+def _scaled(amount: Tensor | None, share: float) -> Tensor | None:
+    """The amount of what takes away only a share; None: all of it."""
+    if share == 1:
+        return amount
+    return torch.tensor(share) if amount is None else amount * share
+
+
+def _repeated(amount: Tensor | None, times: int) -> Tensor | None:
+    """The amount of units for each of their columns, or entries."""
+    return amount if amount is None or not amount.dim() or times == 1 else amount.repeat_interleave(times)
 
 
 def compensation(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> list[Write]:
@@ -211,42 +243,59 @@ def compensation(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Ten
     target = consumer.bias or consumer.running_mean
     if target is None:
         return []
-    full, axis = tensors[consumer.weight], consumer.layout.axis("columns")
-    mean = mean.to(full.device)
+    full, layout = tensors[consumer.weight], consumer.layout
+    mean, axis = mean.to(full.device), layout.axis("columns")
+    flow = read(_slices(layout, "columns", columns), full)
+    flow = (flow.flatten(2).sum(2) if flow.dim() > 2 else flow).to(mean.dtype)
     if axis is not None:
-        flow = full.index_select(axis, columns.to(full.device))
-        flow = flow.flatten(2).sum(2) if flow.dim() > 2 else flow
-        flow = flow.to(mean.dtype)
         shift = flow @ mean if axis else mean @ flow
-    else:
-        weight, where = consumer.layout.column(full, columns)
-        flow = weight[where].flatten(2).sum(2) if weight.dim() > 3 else weight[where]  # (columns, out / groups)
-        flow = flow.to(mean.dtype) * mean.unsqueeze(1)
-        blocks = torch.zeros(weight.shape[:2], dtype=mean.dtype, device=flow.device)
-        shift = blocks.index_add_(0, where[0], flow).flatten()  # type: ignore[arg-type]
+    else:  # (columns, out / groups)
+        groups, rows, width = layout.canonical_shape(full.shape)[:3]
+        blocks = torch.zeros(groups, rows, dtype=mean.dtype, device=flow.device)
+        shift = blocks.index_add_(0, columns.to(flow.device) // width, flow * mean.unsqueeze(1)).flatten()
     sign = 1.0 if consumer.bias is not None else -1.0
     return [Write(tensors[target], Whole(), shift, times=sign * consumer.kernel_share)]
 
 
-def fresh_incoming(
-    tensors: Mapping[str, Tensor], producer: Producer, index: Tensor, generator: torch.Generator
-) -> list[Write]:
-    """Fresh incoming weights from the layer's initial distribution, zero incoming bias."""
+def incoming(
+    tensors: Mapping[str, Tensor],
+    producer: Producer,
+    index: Tensor,
+    generator: torch.Generator,
+    initial: Mapping[str, Tensor],
+    amount: Tensor | None,
+) -> Write:
+    """The incoming weights: as they began, if that is known, else fresh from the layer's initial distribution."""
     full, layout = tensors[producer.weight], producer.layout
-    rows, bias_rows = producer.rows_of(index)
+    rows, _ = producer.rows_of(index)
+    where = _slices(layout, "rows", rows)
+    if producer.weight in initial:
+        return Write(full, where, read(where, initial[producer.weight]), amount=amount)
     if producer.init.function is not None:
         scratch = torch.empty(full.shape)
         producer.init.function(scratch, generator=generator)
-        source, where = layout.row(scratch, rows)
-        fresh = source[where]
+        source, place = layout.row(scratch, rows)
+        fresh = source[place]
     else:
-        axis = layout.axis("rows")
-        shape = full.shape[1:] if axis == 0 else layout.canonical(full).shape[2:]
-        fresh = producer.init.draw(torch.Size((index.shape[0], *shape)), generator)
-    fresh = fresh.to(full)
-    writes = [Write(full, _slices(layout, "rows", rows), fresh.transpose(0, 1) if layout.axis("rows") == 1 else fresh)]
-    if producer.bias is not None:
-        writes.append(Write(tensors[producer.bias], AlongAxis(0, bias_rows), 0.0))
+        shape = torch.Size((index.shape[0], *layout.canonical_shape(full.shape)[2:]))
+        fresh = producer.init.draw(shape, generator)
+    fresh = fresh.to(full.device, full.dtype)
+    return Write(full, where, fresh.transpose(0, 1) if layout.axis("rows") == 1 else fresh, amount=amount)
+
+
+def offsets(tensors: Mapping[str, Tensor], group: Group, index: Tensor, amount: Tensor | None) -> list[Write]:
+    """Zero incoming biases, and the units' entries in norms as in a new one."""
+    writes = []
+    for producer in group.producers:
+        if producer.bias is not None:
+            where = AlongAxis(0, producer.rows_of(index)[1])
+            writes.append(Write(tensors[producer.bias], where, 0.0, amount=amount))
+    for norm in (norm for norm in group.norms if norm.entries.shape[1]):
+        entries = Entries(norm.entries[index].flatten())
+        each = _repeated(amount, norm.entries.shape[1])
+        for name, value in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
+            if name is not None:
+                writes.append(Write(tensors[name], entries, value, amount=each))
     return writes
 
 

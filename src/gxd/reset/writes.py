@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gxd.plan.layouts import Layout
+from gxd.sharded import is_sharded, local, part_of, region, summed
 
 
 class Slices(Protocol):
@@ -25,6 +26,11 @@ class Slices(Protocol):
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         """Whether a tensor that has size 1 along some axes of ``shape`` has these elements for itself. Where it has
         size 1 along the axis of the slices, all slices share what it holds.
+        """
+
+    def spread(self, amount: Tensor, tensor: Tensor) -> Tensor:
+        """``(slices,)`` numbers, one per slice, on the device of a tensor, and shaped to go with what :meth:`read`
+        returns.
         """
 
 
@@ -42,7 +48,10 @@ class Whole:
             tensor.fill_(value)
 
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
-        return tensor.shape == shape
+        return True  # also what its rows, or its columns, share
+
+    def spread(self, amount: Tensor, tensor: Tensor) -> Tensor:
+        return amount.to(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +74,9 @@ class AlongAxis:
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         return tensor.shape[self.axis] == shape[self.axis]
 
+    def spread(self, amount: Tensor, tensor: Tensor) -> Tensor:
+        return amount.to(tensor).view(-1, *[1] * (tensor.dim() - self.axis - 1))
+
 
 @dataclass(slots=True, eq=False)
 class InBlocks:
@@ -85,6 +97,9 @@ class InBlocks:
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         return tensor.shape[:2] == shape[:2]
 
+    def spread(self, amount: Tensor, tensor: Tensor) -> Tensor:
+        return amount.to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+
     def _place(self, tensor: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         return (self.layout.row if self.kind == "rows" else self.layout.column)(tensor, self.index)
 
@@ -96,13 +111,46 @@ class Entries:
     index: Tensor
 
     def read(self, tensor: Tensor) -> Tensor:
-        return tensor.view(-1)[self.index.to(tensor.device)]
+        return tensor[self._place(tensor)]
 
     def set(self, tensor: Tensor, value: Tensor | float) -> None:
-        tensor.view(-1)[self.index.to(tensor.device)] = value.to(tensor) if isinstance(value, Tensor) else value
+        tensor[self._place(tensor)] = value.to(tensor) if isinstance(value, Tensor) else value
 
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         return tensor.shape == shape
+
+    def spread(self, amount: Tensor, tensor: Tensor) -> Tensor:
+        return amount.to(tensor)
+
+    def _place(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Whatever the layout in memory is (channels last): no flat view."""
+        index = self.index.to(tensor.device)
+        return (index,) if tensor.dim() == 1 else torch.unravel_index(index, tensor.shape)
+
+
+def read(where: Slices, tensor: Tensor) -> Tensor:
+    """Some elements of a tensor, which processes may share out: on each of them, and all must ask."""
+    if not is_sharded(tensor):
+        return where.read(tensor)
+    inside, entries = _in_shard(where, tensor)
+    found = torch.zeros(inside.shape, dtype=tensor.dtype, device=tensor.device)
+    found[inside] = entries.read(local(tensor))
+    return summed(found, tensor)
+
+
+def _in_shard(where: Slices, tensor: Tensor) -> tuple[Tensor, Entries]:
+    """Which of some elements of a tensor lie in this process's shard, in the shape of ``where.read``; and where in the
+    shard these are. Whatever the slices are, the places of their elements are read as their values would be.
+    """
+    inside: Any = True
+    number: Any = 0
+    here = local(tensor)
+    for axis, part in enumerate(region(tensor)):
+        places = torch.arange(tensor.shape[axis], device=tensor.device)
+        place = where.read(places.view(-1, *[1] * (tensor.dim() - axis - 1)).expand(tensor.shape))
+        inside = inside & (place >= part.start) & (place < part.stop)
+        number = number * here.shape[axis] + place - part.start
+    return inside, Entries(number[inside])
 
 
 @dataclass(slots=True, eq=False)
@@ -112,12 +160,14 @@ class Write:
     Attributes:
         value: what they are set to: a number, or a tensor as ``where.read`` returns it.
         times: if given, ``times * value`` is added to the whole tensor instead.
+        amount: ``(slices,)`` if given, each slice goes only so far from what it is, when it is written, to the value.
     """
 
     tensor: Tensor
     where: Slices
     value: Tensor | float
     times: float | None = None
+    amount: Tensor | None = None
 
     @property
     def adds(self) -> bool:
@@ -125,17 +175,35 @@ class Write:
 
     def on(self, tensor: Tensor) -> Write:
         """The same write to another tensor that is laid out like this one: a copy of it."""
-        return Write(tensor, self.where, self.value, self.times)
+        return Write(tensor, self.where, self.value, self.times, self.amount)
+
+    def here(self) -> Write:
+        """The part of this write that falls into this process's shard, if the tensor is shared out."""
+        if not is_sharded(self.tensor):
+            return self
+        tensor, value, amount = local(self.tensor), self.value, self.amount
+        if isinstance(self.where, Whole):
+            return Write(tensor, self.where, part_of(value, self.tensor), self.times, amount)
+        inside, entries = _in_shard(self.where, self.tensor)
+        if isinstance(value, Tensor):
+            value = value.to(tensor)[inside]
+        if amount is not None:
+            amount = self.where.spread(amount, tensor).expand(inside.shape)[inside]
+        return Write(tensor, entries, value, amount=amount)
 
     def old(self) -> Tensor:
         return self.where.read(self.tensor)
 
     def write(self) -> None:
-        if self.times is None:
-            self.where.set(self.tensor, self.value)
-        else:
+        if self.times is not None:
             assert isinstance(self.value, Tensor)
             self.tensor.add_(self.value.to(self.tensor), alpha=self.times)
+        elif self.amount is None:
+            self.where.set(self.tensor, self.value)
+        else:
+            old, amount = self.where.read(self.tensor), self.where.spread(self.amount, self.tensor)
+            value = self.value.to(old) if isinstance(self.value, Tensor) else torch.full_like(old, self.value)
+            self.where.set(self.tensor, torch.lerp(old, value, amount))
 
     def undo(self, old: Tensor) -> None:
         self.where.set(self.tensor, old)
@@ -148,6 +216,9 @@ class SetEntry:
     entries: MutableMapping[Any, Any]
     key: Any
     value: Any
+
+    def here(self) -> SetEntry:
+        return self
 
     def old(self) -> Any:
         return self.entries[self.key]
@@ -166,7 +237,7 @@ def carry_out(writes: Sequence[Write | SetEntry]) -> None:
     """
     done: list[tuple[Write | SetEntry, Any]] = []
     try:
-        for write in writes:
+        for write in [write.here() for write in writes]:
             done.append((write, write.old()))
             write.write()
     except BaseException:

@@ -8,7 +8,6 @@ not do: many models cannot be copied, copies of large ones do not fit, and what 
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import types
 import weakref
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gxd.sandbox.randomness import random_states, set_random_states
 
 _LARGEST = 10_000  # elements of a container that is looked into; larger ones are data, not a cache
 _MOST = 200_000  # objects that are looked at; the nearest to the model come first
@@ -45,17 +46,13 @@ def as_found(model: nn.Module, values: bool = False) -> Iterator[None]:
             a trace, which computes nothing, can do without.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    snapshot = _Snapshot(model, values)
+    states, snapshot = random_states(), _Snapshot(model, values)
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         snapshot.restore()
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        set_random_states(states)
 
 
 class _Snapshot:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gxd.checkpoint import mapped
 from gxd.errors import ObservationError
 from gxd.notices import Notices
 from gxd.observe.captures import Gradients, Observer, Pass
 from gxd.observe.direction import Direction
 from gxd.plan.units import UnitPlan
 from gxd.processes import Processes
-from gxd.score.scoring import NOTHING, Scoring, Sums
+from gxd.score.curvature import needing_second_derivatives
+from gxd.score.scoring import Scoring
 from gxd.score.state import UnitState
+from gxd.score.sums import NOTHING, Sums
 from gxd.score.utilities import Utility
 
 OBSERVED = "observe() was already called for this forward pass: call it once per forward pass"
@@ -71,8 +75,9 @@ class Scorer:
         if not passes:
             raise ObservationError(NO_PASS if sums.empty else OBSERVED)
         # Several directions at once, where that takes little memory: values without positions.
-        stacked = direction.several and all(c.source.dim() == 2 for one in passes for c in one.values())
-        gradients = self.observer.gradients(direction, passes, stacked)
+        twice = self.utility.curvature
+        stacked = direction.several and not twice and all(c.source.dim() == 2 for one in passes for c in one.values())
+        gradients = self.observer.gradients(direction, passes, stacked, graph=twice)
         first = next(gradients)
         if not first:
             for capture in (c for one in passes for c in one.values()):
@@ -84,7 +89,8 @@ class Scorer:
         found = chain([first], gradients)
         if len(passes) == 1 and passes[0].whole:  # as in most training loops
             self.observer.passes = [one for one in self.observer.passes if one is not passes[0]]
-            return self.scoring.add(units, sums, tensors, passes, found, direction.examples, stacked)
+            again = partial(self._again, passes)
+            return self.scoring.add(units, sums, tensors, passes, found, direction.examples, stacked, again)
         # What belongs to the output: whole passes of the model, and of loose calls of its parts those it depends on.
         whole = [number for number in first if passes[number].whole]
         loose = Pass()
@@ -99,7 +105,14 @@ class Scorer:
             return dict(enumerate([*parts, {v: g for n, p in found.items() if n not in whole for v, g in p.items()}]))
 
         behind = [*(passes[number] for number in whole), *([loose] if loose else [])]
-        return self.scoring.add(units, sums, tensors, behind, map(arranged, found), direction.examples, stacked)
+        again = partial(self._again, behind)
+        return self.scoring.add(units, sums, tensors, behind, map(arranged, found), direction.examples, stacked, again)
+
+    def _again(self, passes: Sequence[Pass], number: Tensor) -> Gradients:
+        """The gradients of a number that was made of gradients."""
+        direction = Direction(number, lambda: iter([torch.ones_like(number)]), 1)
+        with needing_second_derivatives(self.utility.name):
+            return next(self.observer.gradients(direction, passes))
 
     def use_passes(self) -> None:
         """Score the passes that have all they need: at once for local utilities, after the backward pass for
@@ -133,6 +146,9 @@ class Scorer:
         self.use_passes()
         waiting = any(self.observer.passes)
         sums = self.sums
+        if self.utility.gradient == "weights" and not sums.empty:
+            weights = {p.weight for group in self.plan.groups for p in group.producers}
+            sums = self.scoring.by_weights(sums, self.tensors, {name: self.tensors[name].grad for name in weights})
         self.forget()
         if sums.empty:
             return _nothing_seen(self.utility, seen, waiting)
@@ -192,6 +208,7 @@ class Scorer:
             "score": None if sums.score is None else sums.score.clone(),
             "mean_count": list(sums.mean_count),
             "score_count": list(sums.score_count),
+            "gram": [pairs.clone() for pairs in sums.gram],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,15 +216,15 @@ class Scorer:
         self.forget()
         if state["mean"] is not None:
             mean, score = state["mean"].to(self.units.mean, copy=True), state["score"].to(self.units.utility, copy=True)
-            self.sums = Sums(mean, score, tuple(state["mean_count"]), tuple(state["score_count"]))
+            gram = tuple(pairs.to(self.units.utility, copy=True) for pairs in state["gram"])
+            self.sums = Sums(mean, score, tuple(state["mean_count"]), tuple(state["score_count"]), gram=gram)
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
         self.scoring.one = self.units.mean.new_ones(())
         if not self.sums.empty:
             sums = self.scoring.counted(self.sums)
-            self.sums = sums._replace(mean=move(sums.mean), score=move(sums.score))
+            self.sums = mapped(sums, lambda tensor: tensor.to(device))
 
 
 def _nothing_seen(utility: Utility, seen: bool, waiting: bool) -> str:

@@ -6,72 +6,22 @@ are scored at once; layers with positions (convolutions, tokens) are scored one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gxd.observe.captures import Gradients, Pass
 from gxd.observe.reading import Reader, sum_of
-from gxd.plan.layouts import AbsoluteSums
 from gxd.plan.units import UnitPlan
 from gxd.processes import Processes
+from gxd.score.curvature import PullBack, curvatures
 from gxd.score.state import Average, UnitState, averaged, corrected, updated
+from gxd.score.sums import Block, Sums
 from gxd.score.utilities import Observation, UnitView, Utility
-
-
-class Sums(NamedTuple):
-    """What the passes since the last optimizer step have shown.
-
-    Attributes:
-        mean: ``(views,)`` sum of h.
-        score: ``(units,)`` sum of the per-example scores.
-        mean_count: how many values, by view.
-        score_count: how many examples, by group.
-        whole: if not 0, this is one pass of so many examples that shows all units: mean and score are means then,
-            and there are no counts.
-        ahead: the running mean of h with this one taken in, if it was needed already.
-    """
-
-    mean: Tensor | None = None
-    score: Tensor | None = None
-    mean_count: tuple[int, ...] = ()
-    score_count: tuple[int, ...] = ()
-    whole: int = 0
-    ahead: Average | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether there was no pass."""
-        return self.mean is None
-
-
-NOTHING = Sums()
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some groups, scored together.
-
-    Attributes:
-        number: of the pass.
-        groups: the numbers of the groups, side by side.
-        slots: for each view the groups have, its number in each group.
-        h: for each slot, ``(examples, positions, units of all groups)``.
-        examples: how many examples the pass has, if that is known.
-        weight: how often the mean score of the block counts.
-        count: how many examples it adds to the groups: none if another block of the pass has counted them.
-    """
-
-    number: int
-    groups: list[int]
-    slots: list[list[int]]
-    h: list[Tensor]
-    examples: int | None
-    weight: int
-    count: int
+from gxd.score.weights import Weights, WeightSums, incoming_of, outgoing_of, side_by_side
 
 
 class Scoring:
@@ -92,15 +42,10 @@ class Scoring:
         processes: Processes | None = None,
     ) -> None:
         self.plan, self.utility, self.decay, self.generator = plan, utility, decay, generator
+        self.by_views = utility.gradient not in (None, "weights")  # whether it reads gradients by what consumers read
         self.several = processes if processes is not None and processes.several else None
         self.readers = [Reader(view, positions) for view in plan.views]
-        self.outgoing = [
-            [(c.weight, AbsoluteSums(c.layout, "columns", view.columns)) for c in view.consumers] for view in plan.views
-        ]
-        self.incoming = [
-            [(p.weight, AbsoluteSums(p.layout, "rows", p.rows.unsqueeze(1))) for p in group.producers]
-            for group in plan.groups
-        ]
+        self.outgoing, self.incoming = outgoing_of(plan), incoming_of(plan)
         # Whether all units have one view, and one value per example in a tensor of their own: most MLPs.
         self.flat = all(len(numbers) == 1 for numbers in plan.views_of) and all(r.plain for r in self.readers)
         self.all_groups, self.all_views = list(range(len(plan.groups))), list(range(len(plan.views)))
@@ -118,6 +63,7 @@ class Scoring:
         directions: Iterable[Gradients],
         examples: int | None,
         stacked: bool = False,
+        again: PullBack | None = None,
     ) -> Sums:
         """The sums with some passes added.
 
@@ -126,17 +72,43 @@ class Scoring:
             directions: the gradients by the views of the passes, in one or more directions of the output; ``stacked``
                 if they have a first axis of directions.
             examples: of the output.
+            again: pulls a number back through the graph of the gradients, for utilities of second order.
         """
-        if len(passes) == 1 and sums.empty and self.several is None and not stacked:
+        weights = self._weights(tensors)
+        if len(passes) == 1 and sums.empty and self.several is None and not stacked and not self.utility.curvature:
             h = self._abreast(passes[0], state.mean.dtype)
             if h is not None:
-                return self._whole(state, tensors, h, directions)
+                return self._whole(state, weights, h, directions)
         blocks = [
             block
             for number, one in enumerate(passes)
             for block in self._blocks(number, one, one.examples or examples, state.mean.dtype)
         ]
-        return self._add(state, self.counted(sums), tensors, blocks, directions, stacked) if blocks else sums
+        return self._add(state, self.counted(sums), weights, blocks, directions, stacked, again) if blocks else sums
+
+    def _weights(self, tensors: Mapping[str, Tensor]) -> Weights:
+        several = self.several is not None
+        return Weights(WeightSums(self.outgoing, tensors, several), WeightSums(self.incoming, tensors, several))
+
+    def by_weights(self, sums: Sums, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Sums:
+        """The sums with the scores of a utility of ``weights``, which are of the step as a whole.
+
+        Args:
+            gradients: of the incoming weights, by name. A group without is not shown by the step.
+        """
+        sums, weights = self.counted(sums), self._weights(tensors)
+        assert sums.score is not None
+        score, counts = torch.zeros_like(sums.score), list(sums.score_count)
+        for number, (where, parts) in enumerate(zip(self.plan.unit_slices, self.incoming, strict=True)):
+            found = [(gradient, total) for name, total in parts if (gradient := gradients[name]) is not None]
+            if len(found) < len(parts):
+                counts[number] = 0
+                continue
+            fan = sum([math.prod(total.layout.canonical_shape(gradient.shape)[2:]) for gradient, total in found])
+            w_grad = sum_of([total(gradient) for gradient, total in found]) / fan
+            o = Observation([], partial(weights.incoming, [number]), self.generator, w_grad.to(score))
+            score[where] = self._checked(self.utility.function(o), len(w_grad), score) * counts[number]
+        return sums._replace(score=score, score_count=tuple(counts))
 
     def close(self, state: UnitState, sums: Sums, wait: bool) -> UnitState:
         """The optimizer has stepped: the state with the sums taken in. ``wait``: as for
@@ -151,12 +123,22 @@ class Scoring:
             utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
         else:
             utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
-        return updated(state, mean, utility, seen, wait)
+        return updated(state, mean, utility, self._gram_ahead(state, sums), seen, wait)
 
     def mean_scores(self, sums: Sums) -> tuple[Tensor, Tensor | None]:
         """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""
         assert sums.score is not None
         return (sums.score, None) if sums.whole else self._quotient(sums.score, sums.score_count, self.plan.unit_slices)
+
+    def mean_gram(self, sums: Sums) -> list[tuple[Tensor, Tensor | None]]:
+        """For each group ``(n, n)`` the mean of ``e_i e_j`` over all examples, and whether it was seen (None: yes)."""
+        if sums.whole:
+            return [(pairs, None) for pairs in sums.gram]
+        found = []
+        for pairs, count in zip(sums.gram, sums.score_count, strict=False):
+            mean, seen = self._quotient(pairs.flatten(), [count], [slice(0, pairs.numel())])
+            found.append((mean.view_as(pairs), None if seen is None else seen.view_as(pairs)))
+        return found
 
     def unreached(self, sums: Sums) -> list[int]:
         """The groups that ran, but that no gradient has reached in any pass (of this process)."""
@@ -167,9 +149,7 @@ class Scoring:
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
-    def _whole(
-        self, state: UnitState, tensors: Mapping[str, Tensor], h: Tensor, directions: Iterable[Gradients]
-    ) -> Sums:
+    def _whole(self, state: UnitState, weights: Weights, h: Tensor, directions: Iterable[Gradients]) -> Sums:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
         count, mean = len(h), h.mean(0)
         ahead = averaged((state.mean, state.mean_weight), mean, None, self.decay, self.one)
@@ -180,15 +160,19 @@ class Scoring:
         for gradients in directions:
             pulled = gradients.get(0, {})
             reached.update(pulled)
-            g = None if self.utility.gradient is None else self._gradient(self.all_views, h, pulled, None)
-            view = UnitView(h, references, g, lambda: self._w_out(self.all_views, tensors).to(h))
-            found.append(self._scores([view], lambda: self._w_in(self.all_groups, tensors).to(h), references))
-        score = found[0] if len(found) == 1 else sum_of(found) / len(found)
-        if self.utility.gradient is None or len(reached) == len(self.all_views):
-            return Sums(mean, score, (), (), count, ahead)
+            g = self._gradient(self.all_views, h, pulled, None) if self.by_views else None
+            view = UnitView(h, references, g, lambda: weights.outgoing(self.all_views).to(h))
+            w_in = lambda: weights.incoming(self.all_groups).to(h)  # noqa: E731
+            found.append(self._scores([view], w_in, references, self.all_groups if state.gram else []))
+        score, *gram = (
+            found[0] if len(found) == 1 else [sum_of(parts) / len(found) for parts in zip(*found, strict=True)]
+        )
+        if not self.by_views or len(reached) == len(self.all_views):
+            return Sums(mean, score, (), (), count, ahead, tuple(gram))
         counts = (count,) * len(self.all_views)
         sums = Sums(mean * count, None, counts, (0,) * len(self.all_groups))
-        return self._with_score(state, sums, self.all_groups, score * count, count, reached)  # each group has one view
+        totals = [part * count for part in (score, *gram)]
+        return self._with_score(state, sums, self.all_groups, totals, count, reached)  # each group has one view
 
     def counted(self, sums: Sums) -> Sums:
         """One whole pass, or none, as sums and counts: others follow."""
@@ -197,37 +181,44 @@ class Scoring:
             return sums if sums.mean_count else Sums(None, None, (0,) * views, (0,) * groups)
         assert sums.mean is not None and sums.score is not None
         n = sums.whole
-        return Sums(sums.mean * n, sums.score * n, (n,) * views, (n,) * groups)
+        gram = tuple(pairs * n for pairs in sums.gram)
+        return Sums(sums.mean * n, sums.score * n, (n,) * views, (n,) * groups, gram=gram)
 
     def _add(
         self,
         state: UnitState,
         sums: Sums,
-        tensors: Mapping[str, Tensor],
+        weights: Weights,
         blocks: Sequence[Block],
         directions: Iterable[Gradients],
         stacked: bool,
+        again: PullBack | None,
     ) -> Sums:
         for block in blocks:
             for slot, h in zip(block.slots, block.h, strict=True):
                 sums = self._with_mean(state, sums, slot, h.sum((0, 1)), h.shape[0] * h.shape[1])
         references = corrected(self._ahead(state, sums))
-        scores: list[list[Tensor]] = [[] for _ in blocks]
+        scores: list[list[tuple[Tensor, ...]]] = [[] for _ in blocks]
         reached: dict[int, set[int]] = {block.number: set() for block in blocks}  # pass -> groups
         for gradients in directions:
             for number, groups in reached.items():
                 groups.update([self.group_of[view] for view in gradients.get(number, ())])
-            for block, found in zip(blocks, scores, strict=True):
+            curved: Sequence[Sequence[Tensor | None]] = [[None] * len(block.slots) for block in blocks]
+            if self.utility.curvature:
+                assert again is not None
+                pick = lambda slot: self._pick(references, slot, self.plan.view_slices)  # noqa: E731
+                curved = curvatures(blocks, gradients, again, pick, self._gradient, self.generator)
+            for block, found, c in zip(blocks, scores, curved, strict=True):
                 seen = gradients.get(block.number, {})
+                score = lambda g, b=block, c=c: self._score(b, g, c, references, weights, bool(state.gram))  # noqa: E731
                 if stacked:
-                    score = torch.vmap(lambda g, b=block: self._score(b, g, references, tensors))
-                    found.append(score(dict(seen)).mean(0))
+                    found.append(tuple(part.mean(0) for part in torch.vmap(score)(dict(seen))))
                 else:
-                    found.append(self._score(block, seen, references, tensors))
+                    found.append(score(seen))
         for block, found in zip(blocks, scores, strict=True):
-            shown = block.groups if self.utility.gradient is None else reached[block.number]
-            total = sum_of(found) * (block.weight / len(found))
-            sums = self._with_score(state, sums, block.groups, total, block.count, shown)
+            shown = reached[block.number] if self.by_views else block.groups
+            totals = [sum_of(parts) * (block.weight / len(found)) for parts in zip(*found, strict=True)]
+            sums = self._with_score(state, sums, block.groups, totals, block.count, shown)
         return sums
 
     def _ahead(self, state: UnitState, sums: Sums) -> Average:
@@ -239,6 +230,13 @@ class Scoring:
             (sums.mean, None) if sums.whole else self._quotient(sums.mean, sums.mean_count, self.plan.view_slices)
         )
         return averaged((state.mean, state.mean_weight), mean, seen, self.decay)
+
+    def _gram_ahead(self, state: UnitState, sums: Sums) -> tuple[Tensor, ...]:
+        """The running means of ``e_i e_j`` as they will be; their weights follow from those of the units."""
+        return tuple(
+            torch.lerp(old, new, 1 - self.decay if seen is None else (1 - self.decay) * seen.to(new.dtype))
+            for old, (new, seen) in zip(state.gram, self.mean_gram(sums), strict=True)
+        )
 
     # --- values and scores --------------------------------------------------------------------------------------------
 
@@ -288,19 +286,40 @@ class Scoring:
         return values.squeeze(1) if values.shape[1] == 1 else values
 
     def _score(
-        self, block: Block, gradients: Mapping[int, Tensor], references: Tensor, tensors: Mapping[str, Tensor]
-    ) -> Tensor:
+        self,
+        block: Block,
+        gradients: Mapping[int, Tensor],
+        curved: Sequence[Tensor | None],
+        references: Tensor,
+        weights: Weights,
+        pairs: bool,
+    ) -> tuple[Tensor, ...]:
         views = []
-        for slot, h in zip(block.slots, block.h, strict=True):
-            g = None if self.utility.gradient is None else self._gradient(slot, h, gradients, block.examples)
+        for slot, h, c in zip(block.slots, block.h, curved, strict=True):
+            g = self._gradient(slot, h, gradients, block.examples) if self.by_views else None
             r = self._pick(references, slot, self.plan.view_slices).to(h.device)
-            views.append(UnitView(h, r, g, lambda slot=slot, h=h: self._w_out(slot, tensors).to(h)))  # type: ignore[misc]
-        return self._scores(views, lambda: self._w_in(block.groups, tensors).to(block.h[0]), references)
+            views.append(UnitView(h, r, g, lambda slot=slot, h=h: weights.outgoing(slot).to(h), c))  # type: ignore[misc]
+        w_in = lambda: weights.incoming(block.groups).to(block.h[0])  # noqa: E731
+        return self._scores(views, w_in, references, block.groups if pairs else [])
 
-    def _scores(self, views: list[UnitView], w_in: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """What the utility says of some units, checked."""
-        score = self.utility.function(Observation(views, w_in, self.generator))
-        units = views[0].h.shape[-1]
+    def _scores(
+        self, views: list[UnitView], w_in: Callable[[], Tensor], like: Tensor, pairs: list[int]
+    ) -> tuple[Tensor, ...]:
+        """What the utility says of some units, checked; and of the pairs of units of these groups."""
+        units, gram = views[0].h.shape[-1], []
+        if self.utility.gradient == "weights":  # scored when the step is over
+            return (like.new_zeros(units),)
+        observation = Observation(views, w_in, self.generator)
+        if pairs:
+            assert self.utility.effects is not None and self.utility.reduced is not None
+            effects = self.utility.effects(observation)
+            gram = [e.mT @ e / len(e) for e in effects.split([self.plan.groups[g].size for g in pairs], -1)]
+            score = self.utility.reduced(effects)
+        else:
+            score = self.utility.function(observation)
+        return (self._checked(score, units, like), *(part.to(like) for part in gram))
+
+    def _checked(self, score: Tensor, units: int, like: Tensor) -> Tensor:
         if not isinstance(score, Tensor) or score.shape != (units,):
             shape = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
             raise ValueError(f"utility {self.utility.name!r} must return one score per unit, ({units},), got {shape}")
@@ -320,12 +339,6 @@ class Scoring:
         g = g if g.dtype == h.dtype else g.to(h.dtype)
         return g.unsqueeze(1) if g.dim() == 2 else g
 
-    def _w_out(self, slot: list[int], tensors: Mapping[str, Tensor]) -> Tensor:
-        return side_by_side([_sums(self.outgoing[n], tensors) for n in slot])
-
-    def _w_in(self, groups: list[int], tensors: Mapping[str, Tensor]) -> Tensor:
-        return side_by_side([_sums(self.incoming[g], tensors) for g in groups])
-
     # --- flat tensors -------------------------------------------------------------------------------------------------
 
     def _with_mean(self, state: UnitState, sums: Sums, slot: list[int], total: Tensor, count: int) -> Sums:
@@ -334,18 +347,29 @@ class Scoring:
         return sums._replace(mean=mean, mean_count=_counted(sums.mean_count, slot, count))
 
     def _with_score(
-        self, state: UnitState, sums: Sums, groups: list[int], total: Tensor, count: int, shown: Container[int]
+        self,
+        state: UnitState,
+        sums: Sums,
+        groups: list[int],
+        totals: Sequence[Tensor],
+        count: int,
+        shown: Container[int],
     ) -> Sums:
-        """What a pass says of some groups. A group that no gradient reaches in it is not shown by it: the output does
-        not depend on the group, which says nothing about its units.
+        """What a pass says of some groups: scores, and maybe pairs. A group that no gradient reaches in it is not shown
+        by it: the output does not depend on the group, which says nothing about its units.
         """
+        total, *pairs = totals
+        gram = list(sums.gram or map(torch.zeros_like, state.gram))
+        for g, part in zip(groups, pairs, strict=False):
+            gram[g] = gram[g] + part.to(gram[g].device) if g in shown else gram[g]
         if not all(g in shown for g in groups):
             parts = total.split([self.plan.groups[g].size for g in groups])
             total = side_by_side([part for g, part in zip(groups, parts, strict=True) if g in shown] or [total[:0]])
             groups = [g for g in groups if g in shown]
         flat = self._spread(groups, total, self.plan.unit_slices, state.utility)
         score = flat if sums.score is None else sums.score + flat
-        return sums._replace(score=score, score_count=_counted(sums.score_count, groups, count))
+        counts = _counted(sums.score_count, groups, count)
+        return sums._replace(score=score, score_count=counts, gram=tuple(gram))
 
     def _spread(self, numbers: list[int], values: Tensor, slices: Sequence[slice], like: Tensor) -> Tensor:
         """Values of some groups (or views), side by side, in a flat tensor of all."""
@@ -377,12 +401,3 @@ class Scoring:
 def _counted(counts: tuple[int, ...], numbers: Sequence[int], count: int) -> tuple[int, ...]:
     more = set(numbers)
     return tuple([n + count if number in more else n for number, n in enumerate(counts)])
-
-
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Along the last axis; one part is itself."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
-
-
-def _sums(parts: Sequence[tuple[str, AbsoluteSums]], tensors: Mapping[str, Tensor]) -> Tensor:
-    return sum_of([sums(tensors[name]) for name, sums in parts])

@@ -28,6 +28,9 @@ class UnitState(NamedTuple):
         utility, utility_weight: ``(units,)`` running score.
         nonfinite: how many observations were left out.
         seen: ``(units,)`` which units the last update has seen; None: all of them.
+        scored: the last step that has shown units.
+        gram: for each group ``(n, n)``, the running mean of ``e_i e_j``, the product of the effects of two units on an
+            example; none if no selector asks for it.
     """
 
     step: int
@@ -38,16 +41,20 @@ class UnitState(NamedTuple):
     utility_weight: Tensor
     nonfinite: Tensor
     seen: Tensor | None
+    scored: int = 0
+    gram: tuple[Tensor, ...] = ()
 
     @classmethod
-    def new(cls, plan: UnitPlan, device: torch.device, dtype: torch.dtype) -> UnitState:
-        """Of units that nothing is known of."""
+    def new(cls, plan: UnitPlan, device: torch.device, dtype: torch.dtype, pairs: bool = False) -> UnitState:
+        """Of units that nothing is known of. ``pairs``: with a Gram matrix of each group."""
         units, views = plan.size, sum(len(group.views) * group.size for group in plan.groups)
         none_seen = torch.zeros(units, dtype=torch.bool, device=device)
         births = torch.zeros(units, dtype=torch.int64, device=device)
         mean, utility = (torch.zeros(n, dtype=dtype, device=device) for n in (views, units))
         none = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(0, births, mean, mean, utility, mean if views == units else utility, none, none_seen)
+        grams = [torch.zeros(group.size, group.size, dtype=dtype, device=device) for group in plan.groups if pairs]
+        weight = mean if views == units else utility
+        return cls(0, births, mean, mean, utility, weight, none, none_seen, 0, tuple(grams))
 
     def ages(self) -> Tensor:
         """``(units,)`` optimizer steps since each unit was reset."""
@@ -60,6 +67,13 @@ class UnitState(NamedTuple):
     def utilities(self) -> Tensor:
         """``(units,)`` bias-corrected running score; 0 before the first observation."""
         return corrected((self.utility, self.utility_weight))
+
+    def joint(self, group: int, units: slice) -> Tensor:
+        """``(n, n)`` bias-corrected ``E[e_i e_j]`` of a group, whose units have these flat numbers; NaN where nothing
+        was observed. A pair has been watched since the younger of the two was reset, so its weight is the smaller one.
+        """
+        weight = self.utility_weight[units]
+        return self.gram[group] / torch.minimum(weight.unsqueeze(1), weight)
 
 
 Average = tuple[Tensor, Tensor]  # and its weight
@@ -81,7 +95,9 @@ def corrected(average: Average) -> Tensor:
     return (average[0] / average[1]).nan_to_num_(0.0)
 
 
-def updated(state: UnitState, mean: Average, utility: Average, seen: Tensor | None, wait: bool) -> UnitState:
+def updated(
+    state: UnitState, mean: Average, utility: Average, gram: tuple[Tensor, ...], seen: Tensor | None, wait: bool
+) -> UnitState:
     """The state with new averages. If one of them holds an infinity or a NaN, that is counted, and they stay.
 
     Args:
@@ -89,17 +105,18 @@ def updated(state: UnitState, mean: Average, utility: Average, seen: Tensor | No
         wait: whether the host may look. Cheapest on the CPU; elsewhere it would wait for the device, and a trace has
             nothing to look at.
     """
-    new = (*mean, *utility)
+    new, old = (*mean, *utility, *gram), (*state[2:6], *state.gram)
     nonfinite = state.nonfinite
     # A sum is finite if and only if all of its terms are, but for an overflow.
+    sums = [one.sum() for one in (new[0], new[2], *gram)]
     if wait:
-        if not math.isfinite(new[0].sum().item() + new[2].sum().item()):
-            nonfinite, new = nonfinite + 1, state[2:6]
+        if not math.isfinite(sum(one.item() for one in sums)):
+            nonfinite, new = nonfinite + 1, old
     else:
-        finite = torch.isfinite(new[0].sum() + new[2].sum())
+        finite = torch.isfinite(sum(sums[1:], sums[0]))
         nonfinite = nonfinite + ~finite
-        new = tuple(torch.where(finite, n, o) for n, o in zip(new, state[2:6], strict=True))  # type: ignore[assignment]
-    return UnitState(state.step, state.birth, *new, nonfinite, seen)
+        new = tuple(torch.where(finite, n, o) for n, o in zip(new, old, strict=True))
+    return UnitState(state.step, state.birth, new[0], new[1], new[2], new[3], nonfinite, seen, state.scored, new[4:])
 
 
 def forgotten(state: UnitState, units: Tensor, views: Tensor) -> UnitState:
@@ -107,6 +124,11 @@ def forgotten(state: UnitState, units: Tensor, views: Tensor) -> UnitState:
     units, views = units.to(state.birth.device), views.to(state.birth.device)
     weight = state.mean_weight.index_fill(0, views, 0.0)
     shared = state.utility_weight is state.mean_weight  # every unit has one view, and was always seen
+    gram, start = [], 0
+    for pairs in state.gram:
+        own = units[(units >= start) & (units < start + len(pairs))] - start
+        gram.append(pairs.index_fill(0, own, 0.0).index_fill(1, own, 0.0))
+        start += len(pairs)
     return UnitState(
         state.step,
         state.birth.index_fill(0, units, state.step),
@@ -116,4 +138,6 @@ def forgotten(state: UnitState, units: Tensor, views: Tensor) -> UnitState:
         weight if shared else state.utility_weight.index_fill(0, units, 0.0),
         state.nonfinite,
         state.seen,
+        state.scored,
+        tuple(gram),
     )

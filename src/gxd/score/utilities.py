@@ -1,8 +1,9 @@
 """The utilities. Each is one function, and reads as its row in the paper's table.
 
 A utility sees an :class:`Observation`: for every view of the units ``h``, the reference ``r``, the gradient ``g`` and
-the outgoing weights, all with the units on the last axis. It returns one score per unit, the mean over the examples.
-Units must not be mixed: the library may hand over several layers side by side.
+the outgoing weights, all with the units on the last axis. It returns one score per unit, the mean over the examples;
+or the signed *effect* of every unit on every example, of which the score is the mean size: from effects the cost of a
+whole set of units follows. Units must not be mixed: the library may hand over several layers side by side.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,18 +26,28 @@ class UnitView:
         h: ``(examples, positions, units)`` the values.
         r: ``(units,)`` the references.
         g: ``(examples, positions, units)`` the gradient the utility asked for, or None.
+        c: of the same shape, for utilities with ``curvature=True``: the sum over positions and views is a random
+            estimate of ``d'Hd`` with d = h - r, see :mod:`gxd.score.curvature`.
     """
 
-    def __init__(self, h: Tensor, r: Tensor, g: Tensor | None, w_out: Callable[[], Tensor]) -> None:
-        self.h, self.r, self._g, self._w_out = h, r, g, w_out
+    def __init__(
+        self, h: Tensor, r: Tensor, g: Tensor | None, w_out: Callable[[], Tensor], c: Tensor | None = None
+    ) -> None:
+        self.h, self.r, self._g, self._w_out, self._c = h, r, g, w_out, c
 
     @property
     def g(self) -> Tensor:
         if self._g is None:
             raise ObservationError(
-                "this utility reads a gradient: register it with gradient='target', 'sketch', 'all' or 'loss'"
+                "this utility reads a gradient: register it with gradient='target', 'sketch', 'all', 'kl' or 'loss'"
             )
         return self._g
+
+    @property
+    def c(self) -> Tensor:
+        if self._c is None:
+            raise ObservationError("this utility reads second derivatives: register it with curvature=True")
+        return self._c
 
     @cached_property
     def w_out(self) -> Tensor:
@@ -51,43 +62,78 @@ class Observation:
         views: the views of the units; most have one.
     """
 
-    def __init__(self, views: Sequence[UnitView], w_in: Callable[[], Tensor], generator: torch.Generator) -> None:
-        self.views, self._w_in, self.generator = views, w_in, generator
+    def __init__(
+        self,
+        views: Sequence[UnitView],
+        w_in: Callable[[], Tensor],
+        generator: torch.Generator,
+        w_grad: Tensor | None = None,
+    ) -> None:
+        self.views, self._w_in, self.generator, self._w_grad = views, w_in, generator, w_grad
 
     @cached_property
     def w_in(self) -> Tensor:
         """``(units,)`` sum of the absolute incoming weights."""
         return self._w_in()
 
+    @property
+    def w_grad(self) -> Tensor:
+        """``(units,)`` mean of the absolute gradients of the incoming weights, for utilities of ``weights``."""
+        if self._w_grad is None:
+            raise ObservationError("this utility reads gradients of weights: register it with gradient='weights'")
+        return self._w_grad
+
 
 @dataclass(frozen=True)
 class Utility:
-    """A registered utility: its name, its function, and the gradient it needs (see :func:`register_utility`)."""
+    """A registered utility.
+
+    Attributes:
+        function: from an observation to ``(units,)`` scores.
+        gradient, curvature: that it needs, see :func:`register_utility`.
+        effects: from an observation to ``(examples, units)`` signed effects, if the utility is made of them; then
+            ``reduced`` makes scores of these.
+    """
 
     name: str
     function: Callable[[Observation], Tensor]
     gradient: str | None
+    effects: Callable[[Observation], Tensor] | None = None
+    reduced: Callable[[Tensor], Tensor] | None = None
+    curvature: bool = False
 
     @property
     def needs_observe(self) -> bool:
-        return self.gradient in ("target", "all", "sketch")
+        return self.gradient in ("target", "all", "sketch", "kl")
 
 
-GRADIENTS = (None, "target", "all", "sketch", "loss")
+GRADIENTS = (None, "target", "all", "sketch", "kl", "loss", "weights")
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of effects, which are used up
+    "abs": lambda effects: effects.abs_().mean(0),
+    "square": lambda effects: effects.square_().mean(0),
+}
 _REGISTRY: dict[str, Utility] = {}
+_Function = Callable[[Observation], Tensor]
 
 
 def register_utility(
-    name: str, *, gradient: str | None = None
-) -> Callable[[Callable[[Observation], Tensor]], Callable[[Observation], Tensor]]:
+    name: str, *, gradient: str | None = None, effects: str | None = None, curvature: bool = False
+) -> Callable[[_Function], _Function]:
     """Add a utility under a name, usable as ``ContinualBackprop(..., utility=name)``.
 
     Args:
         name: the name; registering it again replaces the function.
         gradient: the gradient by the views that ``view.g`` shall hold. None: no gradient, a local utility.
             ``"target"``: of the target logit. ``"sketch"``: of the logits times a fresh random sign vector per
-            example. ``"all"``: of each logit in turn, the score being averaged over them. ``"loss"``: of the loss,
-            taken from the user's own backward pass.
+            example. ``"all"``: of each logit in turn, the score being averaged over them. ``"kl"``: of log p_y, with a
+            label y drawn from the model's own prediction p, for every example (and position). ``"loss"``: of the loss,
+            taken from the user's own backward pass. ``"weights"``: no gradient by the views, but ``o.w_grad``, that of
+            the incoming weights, which the optimizer has just used; there are no views then, and the score is of the
+            whole step.
+        effects: None: the function returns ``(units,)`` scores. ``"abs"``, ``"square"``: it returns a new tensor
+            ``(examples, units)``, the signed effect of a reset of each unit, and the score is the mean of its absolute
+            value or its square. Selectors of sets (:class:`gxd.LowestSet`) need effects.
+        curvature: whether ``view.c`` shall hold second derivatives, of the same output as the gradient: not of "loss".
 
     Example::
 
@@ -102,14 +148,34 @@ def register_utility(
         )
     if gradient not in GRADIENTS:
         raise ValueError(f"gradient={gradient!r} is not one of {', '.join(map(repr, GRADIENTS))}")
+    if curvature and gradient in (None, "loss"):
+        raise ValueError(f"curvature=True needs the gradient of an output, not gradient={gradient!r}")
+    if effects is not None and effects not in REDUCTIONS:
+        raise ValueError(f"effects={effects!r} is not one of None, {', '.join(map(repr, REDUCTIONS))}")
 
-    def add(function: Callable[[Observation], Tensor]) -> Callable[[Observation], Tensor]:
+    def add(function: _Function) -> _Function:
         if not callable(function):
             raise TypeError(f"utility {name!r} must be a function of an Observation, got {type(function).__name__}")
-        _REGISTRY[name] = Utility(name, function, gradient)
+        if effects is None:
+            _REGISTRY[name] = Utility(name, function, gradient, curvature=curvature)
+        else:
+            reduced = REDUCTIONS[effects]
+            checked = partial(_checked_effects, name, function)
+            _REGISTRY[name] = Utility(name, lambda o: reduced(checked(o)), gradient, checked, reduced, curvature)
         return function
 
     return add
+
+
+def _checked_effects(name: str, function: _Function, o: Observation) -> Tensor:
+    effects = function(o)
+    examples, _, units = o.views[0].h.shape
+    if not isinstance(effects, Tensor) or effects.shape != (examples, units):
+        shape = tuple(effects.shape) if isinstance(effects, Tensor) else type(effects).__name__
+        raise ValueError(
+            f"utility {name!r} must return an effect of each unit on each example, {(examples, units)}, got {shape}"
+        )
+    return effects
 
 
 def utilities() -> list[str]:
@@ -169,20 +235,69 @@ def loss_gradient(o: Observation) -> Tensor:
     return _total([v.g.abs().mean((0, 1)) for v in o.views])
 
 
-@register_utility("gxi", gradient="target")
+@register_utility("taylor", gradient="loss")
+def taylor(o: Observation) -> Tensor:
+    """|sum over examples and positions of h dL/dh|, the first-order change of the loss if the unit were zero: the
+    criterion that pruning uses (Molchanov et al. 2017).
+
+    Effects on different examples cancel, so it depends on what one pass is: over micro-batches it is averaged.
+    """
+    return _total([(v.h * v.g).sum((0, 1)) for v in o.views]).abs()
+
+
+@register_utility("output_gradient", gradient="target")
+def output_gradient(o: Observation) -> Tensor:
+    """E|sum over positions of dz_y/dh|: how much the output would follow the unit, however little it says now."""
+    return _total([_over_positions(v.g) for v in o.views]).abs().mean(0)
+
+
+@register_utility("gxi", gradient="target", effects="abs")
 def gxi(o: Observation) -> Tensor:
-    """Gradient times input: E|sum over positions of h dz_y/dh|, the cost of a reset to zero."""
-    return _total([_over_positions(v.h * v.g) for v in o.views]).abs_().mean(0)
+    """Gradient times input, sum over positions of h dz_y/dh: the effect of a reset to zero."""
+    return _total([_over_positions(v.h * v.g) for v in o.views])
 
 
 def _gxd(o: Observation) -> Tensor:
-    """E|sum over positions of (h - r) dz/dh|: the first-order cost of a reset, for the direction of logits in ``g``."""
-    return _total([_over_positions((v.h - v.r) * v.g) for v in o.views]).abs_().mean(0)
+    """Sum over positions of (h - r) dz/dh: the first-order effect of a reset, in the direction of logits of ``g``."""
+    return _total([_over_positions((v.h - v.r) * v.g) for v in o.views])
 
 
-register_utility("gxd", gradient="target")(_gxd)
-register_utility("gxd_all_logit", gradient="all")(_gxd)
-register_utility("gxd_sketch", gradient="sketch")(_gxd)
+register_utility("gxd", gradient="target", effects="abs")(_gxd)
+register_utility("gxd_all_logit", gradient="all", effects="abs")(_gxd)
+register_utility("gxd_sketch", gradient="sketch", effects="abs")(_gxd)
+# E[e^2] over labels y ~ p is dz' (diag p - p p') dz, dz the change of the logits: twice the KL divergence of the
+# predictions, to second order. One backward pass, and no target. Of observe(score=...) it is the squared effect.
+register_utility("gxd_kl", gradient="kl", effects="square")(_gxd)
+
+
+@register_utility("gxd_second_order", gradient="target", effects="abs", curvature=True)
+def gxd_second_order(o: Observation) -> Tensor:
+    """Sum over positions of (h - r) dz_y/dh - d'Hd / 2: the effect of a reset to second order, by a second backward
+    pass, through the first. It ranks units hardly better than ``gxd``: see docs/beyond-first-order.md.
+    """
+    return _total([_over_positions((v.h - v.r) * v.g - 0.5 * v.c) for v in o.views])
+
+
+@register_utility("weight_gradient", gradient="weights")
+def weight_gradient(o: Observation) -> Tensor:
+    """Mean over the incoming weights of |dL/dw|: a unit that hardly learns (ReGraMa, CPR)."""
+    return o.w_grad
+
+
+@register_utility("silence")
+def silence(o: Observation) -> Tensor:
+    """The share of the examples on which a unit fires, anywhere: 0 if it was silent on all of them.
+
+    A unit fires where it is not 0, and where it is not just at its reference either (within 0.1 %): a tanh that is
+    saturated is as silent as a ReLU that is dead. A single value cannot be told from its own mean.
+    """
+    fires = []
+    for v in o.views:
+        active = v.h != 0
+        if v.h.shape[0] * v.h.shape[1] > 1:
+            active &= (v.h - v.r).abs_() > 1e-3 * v.r.abs()
+        fires.append(active.any(1))
+    return torch.stack(fires).any(0).to(o.views[0].h.dtype).mean(0)
 
 
 @register_utility("random")

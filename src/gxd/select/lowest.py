@@ -14,12 +14,8 @@ from torch import Tensor
 from gxd import arguments
 from gxd.plan.units import UnitPlan
 from gxd.score.state import UnitState
-from gxd.select.age import AgeMeans, expected, with_units
 from gxd.select.base import Selection, Selector
 from gxd.select.settings import PerGroup
-
-RANKINGS = ("absolute", "age")
-_EVERY = 10  # steps between two looks at what units of each age are worth
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,9 @@ class Budgets(NamedTuple):
 
     Attributes:
         budget: by group, how many units may go; a fraction is carried over.
-        ages: what units of each age are worth; only kept up to date if they are ranked by age.
     """
 
     budget: tuple[float, ...]
-    ages: AgeMeans
     cohorts: Cohorts | None = None
 
 
@@ -65,27 +59,15 @@ class LowestRate(Selector):
         rate: the share of the eligible units of each group that is reset per step.
         maturity: a unit is eligible when more than this many steps old.
         score_every: score only every so many steps.
-        ranking: ``absolute``: by the utility, as in the paper. ``age``: by ``u / E[u | age] ** exponent``, among its
-            peers: newborn units, whose outgoing weights are still near zero, are cheap only because they are new.
-        exponent: of the expected utility.
     """
 
-    def __init__(
-        self,
-        rate: float = 1e-4,
-        maturity: int = 100,
-        score_every: int = 1,
-        ranking: str = "absolute",
-        exponent: float = 0.5,
-    ) -> None:
+    def __init__(self, rate: float = 1e-4, maturity: int = 100, score_every: int = 1) -> None:
         self.rates = PerGroup("replacement_rate", rate, arguments.rate, lambda group: group.rate)
         self.maturities = PerGroup("maturity", maturity, arguments.maturity)
         self.score_every = arguments.every("score_every", score_every)
-        self.ranking = arguments.choice("ranking", ranking, RANKINGS)
-        self.exponent = arguments.number("exponent", exponent, 0.0, 10.0)
 
     def init(self, plan: UnitPlan, units: UnitState) -> Budgets:
-        return Budgets((0.0,) * len(plan.groups), AgeMeans.new(plan, units))
+        return Budgets((0.0,) * len(plan.groups))
 
     def observes(self, step: int) -> bool:
         return (step - 1) % self.score_every == 0
@@ -99,10 +81,7 @@ class LowestRate(Selector):
             cohorts = _matured(cohorts, step)
         budget = tuple([b + r * n for b, r, n in zip(state.budget, rates, cohorts.eligible, strict=True)])
         due = max(budget) >= 1 and any(min(int(b), n) for b, n in zip(budget, cohorts.eligible, strict=True))
-        ages = state.ages
-        if self.ranking == "age" and (due or step % _EVERY == 0):
-            ages = with_units(ages, plan, units)
-        return Budgets(budget, ages, cohorts), due
+        return Budgets(budget, cohorts), due
 
     def select(
         self, plan: UnitPlan, units: UnitState, state: Budgets, allowed: Callable[[int], bool]
@@ -110,26 +89,30 @@ class LowestRate(Selector):
         assert state.cohorts is not None
         budget, eligible, young = list(state.budget), list(state.cohorts.eligible), list(state.cohorts.young)
         utility = units.utility / units.utility_weight  # NaN where nothing was observed
-        if self.ranking == "age":
-            worth = expected(state.ages, plan, units).pow_(self.exponent)
-            utility = torch.where(worth > 0, utility / worth, utility)
         chosen: Selection = {}
         for number, where in enumerate(plan.unit_slices):
             count = min(math.floor(budget[number]), eligible[number])
             budget[number] -= count
             if count and allowed(number):
                 mature = units.birth[where] < units.step - state.cohorts.maturities[number]
-                chosen[number] = lowest(utility[where], mature, count)
+                chosen[number] = self.choose(units, number, where, utility[where], mature, count)
                 eligible[number] -= count
                 young[number] = (*young[number], (units.step, count))
         cohorts = Cohorts(tuple(eligible), tuple(young), state.cohorts.maturities)
-        return chosen, Budgets(tuple(budget), state.ages, cohorts)
+        return chosen, Budgets(tuple(budget), cohorts)
+
+    def choose(self, units: UnitState, group: int, where: slice, utility: Tensor, mature: Tensor, count: int) -> Tensor:
+        """Indices of the ``count`` units of a group that go, ascending."""
+        return lowest(utility, mature, count)
 
     def recounted(self, state: Budgets) -> Budgets:
         return state._replace(cohorts=None)
 
     def idle(self, plan: UnitPlan) -> bool:
         return not any(self.rates.values(plan))
+
+    def earliest(self, plan: UnitPlan) -> tuple[int, ...]:
+        return self.maturities.values(plan)
 
 
 def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from gxd.lab.arguments import parse
-from gxd.lab.bench import machine, suites, table, whole
+from gxd.lab.bench import machine, methods, suites, table, whole
 from gxd.lab.bench.measure import Row
 from gxd.lab.errors import UserError
 from gxd.lab.run import find_device
@@ -29,6 +29,7 @@ SUITES: dict[str, Callable[[suites.Scope], Iterator[list[Row]]]] = {
     "scaling": suites.scaling,
     "resets": suites.resets,
     "memory": whole.memory,
+    "methods": methods.methods,
     "loop": whole.loop,
     "assay": whole.assay,
 }
@@ -44,7 +45,7 @@ class Options:
     """
 
     suites: Annotated[tuple[str, ...], tyro.conf.Positional] = DEFAULT
-    """mlp, resnet, resnet18, vit, scaling, resets, memory, loop, assay, or all."""
+    """mlp, resnet, resnet18, vit, scaling, resets, memory, methods, loop, assay, or all."""
     quick: bool = False
     """Fewer rounds and fewer variants."""
     rounds: int | None = None

@@ -130,10 +130,10 @@ def resets(scope: Scope) -> Iterator[list[Row]]:
     yield timed("resets", setting, variants, scope, steps=40, rounds=40, targets=targets)
 
 
-def mlp_setting(scope: Scope, width: int = 256, depth: int = 4, batch: int = 16) -> Setting:
+def mlp_setting(scope: Scope, width: int = 256, depth: int = 4, batch: int = 16, layer_norm: bool = False) -> Setting:
     """The MLP of Permuted MNIST, or one like it."""
-    title = f"MLP 784-[{width}]x{depth}-10, batch {batch}"
-    model = partial(models.mlp, 784, 10, width=width, depth=depth)
+    title = f"MLP 784-[{width}]x{depth}-10{', LayerNorm' if layer_norm else ''}, batch {batch}"
+    model = partial(models.mlp, 784, 10, width=width, depth=depth, layer_norm=layer_norm)
     return Setting(title, model, (batch, 784), 10, device=scope.device)
 
 

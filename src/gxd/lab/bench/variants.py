@@ -18,7 +18,7 @@ from gxd.lab.errors import UserError
 
 # Units must mature within the warm-up, so that resets fall into what is timed.
 MATURITY = 10
-Trainee = tuple[nn.Module, torch.optim.Optimizer, gxd.ContinualBackprop | None]
+Trainee = tuple[nn.Module, torch.optim.Optimizer, gxd.Attachment | None]
 
 
 @dataclass

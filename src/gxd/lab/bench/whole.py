@@ -17,7 +17,9 @@ from gxd.lab.bench.measure import Row, Timing, Verdict, compare, synchronize, ta
 from gxd.lab.bench.memory import allocations
 from gxd.lab.bench.suites import Scope, mlp_setting
 from gxd.lab.bench.variants import MATURITY, Setting, Trainee
-from gxd.lab.config import Experiment, PermutedDigits, PermutedMNIST
+from gxd.lab.experiments import Experiment
+from gxd.lab.experiments.permuted_digits import PermutedDigits
+from gxd.lab.experiments.permuted_mnist import PermutedMNIST
 from gxd.lab.steps import Step, eager_step
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -30,7 +32,7 @@ def memory(scope: Scope) -> Iterator[list[Row]]:
     for width in widths:
         setting = mlp_setting(scope, width)
         units, weights = setting.plan().size, sum(p.numel() for p in setting.fresh().parameters())
-        plain, ours = _memory(setting, None), _memory(setting, "gxd")
+        plain, ours = (footprint(setting, partial(setting.trainee, utility)) for utility in (None, "gxd"))
         rows = []
         for name, found in ours.items():
             more = max(found - plain[name], 0)
@@ -47,14 +49,14 @@ def memory(scope: Scope) -> Iterator[list[Row]]:
     yield growth
 
 
-def _memory(setting: Setting, utility: str | None) -> dict[str, int]:
+def footprint(setting: Setting, make: Callable[[], Trainee]) -> dict[str, int]:
     """Bytes that a model in training keeps, and the most it holds at once: in a step, and until it was observed."""
     setting.plan()  # tracing takes memory once, and gives it back
     turn = itertools.cycle(setting.batches())
     made: list[tuple[Trainee, Step]] = []
 
     def start() -> None:
-        model, optimizer, cbp = trainee = setting.trainee(utility)
+        model, optimizer, cbp = trainee = make()
         made.append((trainee, eager_step(model, optimizer, F.cross_entropy, cbp)))
         for _ in range(MATURITY + 2):
             made[0][1](*next(turn))

@@ -22,6 +22,9 @@ WHAT = (
     "GXD chooses the units whose reset changes the output least: for each unit it multiplies how far the unit is "
     "from its running mean, which is where the reset puts it, by how much the output depends on it, and resets the "
     "lowest.",
+    "The cheapest unit to reset is one that was reset a moment ago: nothing depends on it yet. So most resets hit "
+    "newborn units, and the old, saturated ones stay. Ranked by age, a unit is compared with units as old as itself; "
+    "random resets need no score to reach the old ones.",
 )
 
 
@@ -35,7 +38,7 @@ def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
     runs = [digest.read_run(directory) for directory in run_directories]
     by_method: dict[str, list[digest.Run]] = {}
     for run in runs:
-        by_method.setdefault(str(run.config.get("method", "?")), []).append(run)
+        by_method.setdefault(paper.method_name(run.config), []).append(run)
     order = sorted(by_method, key=paper.method_order)
     groups = {method: Group(tuple(by_method[method])) for method in order}
     out.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,7 @@ def _write(runs: Sequence[digest.Run], groups: dict[str, Group], out: Path) -> N
 
 def _picture(groups: dict[str, Group]) -> figures.Picture:
     tasks = max(group.tasks for group in groups.values())
-    smooth = max(1, tasks // 12)
+    smooth, seeds = max(1, tasks // 12), max(len(group.runs) for group in groups.values())
     with style.styled():
         figure = style.new_figure(10.4, 4.3)
         outer = figure.add_gridspec(2, 2, width_ratios=[1.75, 1])
@@ -77,13 +80,13 @@ def _picture(groups: dict[str, Group]) -> figures.Picture:
         drawn = {name: line for name, line in lines.items() if line is not None}
         for name, line in drawn.items():
             figures.draw(main, line, name, 100.0)
-        main.set_title("Test accuracy on each new task, %")
+        main.set_title(f"Test accuracy on each new task, %{f', mean of {seeds} seeds' if seeds > 1 else ''}")
         main.set_xlabel("task")
         if drawn:
             figures.fit(main, drawn)
             style.label_ends(main, [figures.end_label(name, line) for name, line in drawn.items()], room=3.3)
         for row, (metric, title, scale) in enumerate(
-            [("dormant_fraction", "Dormant units, %", 100.0), ("effective_rank", "Effective rank", 1.0)]
+            [("churn", "Resets that hit a newborn unit, %", 100.0), ("effective_rank", "Effective rank", 1.0)]
         ):
             axes = figure.add_subplot(outer[row, 1])
             for name, group in groups.items():
@@ -96,8 +99,9 @@ def _picture(groups: dict[str, Group]) -> figures.Picture:
             axes.locator_params(nbins=4)
             if row == 1:
                 axes.set_xlabel("task")
-    caption = f"Running mean over {smooth} tasks"
-    caption += ", mean over seeds, shaded ± SE." if any(len(group.runs) > 1 for group in groups.values()) else "."
+    caption = f"Running mean over {smooth} tasks, "
+    caption += f"mean over {seeds} seeds, shaded ± SE." if seeds > 1 else "one seed."
+    caption += " Newborn: younger than 1.5 times the maturity, before which no unit is reset."
     return figures.Picture(
         NAME, "Accuracy on each new task, and what happens inside", caption, figure, alt=_seen(groups)
     )
@@ -114,7 +118,7 @@ def _table(groups: dict[str, Group]) -> tables.Table:
             "Method",
             f"Accuracy, first {width}, %",
             f"last {width}, %",
-            "Dormant at the end, %",
+            "Newborns among the resets, %",
             "Rank at the end",
             "Diverged",
         ],
@@ -122,14 +126,14 @@ def _table(groups: dict[str, Group]) -> tables.Table:
     lasts = {name: group.last().value for name, group in groups.items() if not group.diverged}
     best = max((value for value in lasts.values() if math.isfinite(value)), default=math.nan)
     for name, group in groups.items():
-        dormant = numbers.mean(run.last("dormant_fraction") for run in group.settled)
+        churn = numbers.mean(run.last("churn") for run in group.settled)
         rank = numbers.mean(run.last("effective_rank") for run in group.settled)
         table.rows.append(
             [
                 tables.Cell(paper.method_label(name)),
                 tables.Cell(tables.plus_minus(group.first())),
                 tables.Cell(tables.plus_minus(group.last()), "", "best" if lasts.get(name) == best else ""),
-                tables.Cell(tables.plus_minus(dormant)),
+                tables.Cell(tables.plus_minus(churn)),
                 tables.Cell(tables.plus_minus(rank, scale=1.0)),
                 tables.Cell(
                     f"{len(group.diverged)}/{len(group.runs)}{group.so_far}", "", "bad" if group.diverged else ""

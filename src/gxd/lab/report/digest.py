@@ -77,12 +77,14 @@ class Run:
         values = self.blocks(metric)
         return _mean(values[:need]) if len(values) >= need else None
 
-    def last(self, metric: str = "test_accuracy") -> float | None:
-        """The mean over the last tasks (:func:`window`), or None for a run that diverged or is not complete."""
+    def last(self, metric: str = "test_accuracy", tasks: int | None = None) -> float | None:
+        """The mean over so many of the last tasks (None: :func:`window`; whole blocks), or None for a run that diverged
+        or is not complete.
+        """
         values = self.blocks(metric)
         if self.status != "done" or not values:
             return None
-        need = -(-window(self.planned) // self.block)
+        need = -(-(tasks or window(self.planned)) // self.block)
         sizes = [self.block] * (len(values) - 1) + [self.tasks - self.block * (len(values) - 1)]
         total = sum(value * size for value, size in zip(values[-need:], sizes[-need:], strict=True))
         return total / sum(sizes[-need:])

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gxd.lab.config import RESETS
+from gxd.lab.experiments import base
 from gxd.lab.report import numbers, paper
 from gxd.lab.report.digest import NEUTRAL, SETTLED, Assay, Run, identity
 
 Panel = tuple[str, bool]  # activation, with LayerNorm
 # What may differ between methods that are compared: it is chosen for each of them, or of no consequence.
 CHOSEN = ("method", "lr", "rate", "compile")
+# What belongs to a method alone.
+RESETS = (*base.RESETS, "residual", "options")
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def shown(runs: Sequence[Run]) -> dict[Panel, dict[str, Group]]:
         return max(map(coverage, family)), len(repeated), tasks, len(methods), sum(len(group.runs) for group in family)
 
     chosen = {}
-    for panel in sorted({group.panel for group in candidates}, key=_panel_order):
+    for panel in sorted({group.panel for group in candidates}, key=panel_order):
         family = max(_families([group for group in candidates if group.panel == panel]), key=weight)
         best = {group.method: group for group in sorted(family, key=merit)}
         chosen[panel] = dict(sorted(best.items(), key=lambda item: paper.method_order(item[0])))
@@ -295,7 +297,8 @@ def _setting_order(run: Run) -> tuple[object, ...]:
     )
 
 
-def _panel_order(panel: Panel) -> tuple[int, str, bool]:
+def panel_order(panel: Panel) -> tuple[int, str, bool]:
+    """Sorts panels as the paper's figures do, unknown ones last."""
     names = list(paper.ACTIVATIONS)
     return (names.index(panel[0]) if panel[0] in names else len(names), panel[0], panel[1])
 

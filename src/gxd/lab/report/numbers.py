@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+from gxd.diagnose.student import quantile
+
 Z = NormalDist().inv_cdf(0.975)
 
 
@@ -65,30 +67,5 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     result = mean(a - b for a, b in zip(ours, theirs, strict=True))
     if result.n < 2:
         return Interval(result.value, -math.inf, math.inf)
-    half = t_quantile(result.n - 1) * result.se
+    half = quantile(0.95, result.n - 1) * result.se
     return Interval(result.value, result.value - half, result.value + half)
-
-
-def t_quantile(df: int, probability: float = 0.95) -> float:
-    """The t for which a variable of ``df`` degrees of freedom lies in [-t, t] with this probability."""
-    low, high = 0.0, 1.0
-    while _t_inside(high, df) < probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_inside(middle, df) < probability else (low, middle)
-    return high
-
-
-def _t_inside(t: float, df: int) -> float:
-    """P(|T| < t) by the finite series for whole degrees of freedom."""
-    angle = math.atan(t / math.sqrt(df))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = df % 2
-    term = total = cosine if odd else 1.0
-    for k in range(2 if odd else 1, df - 1, 2):
-        term *= cosine**2 * k / (k + 1)
-        total += term
-    if not odd:
-        return sine * total
-    return 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))

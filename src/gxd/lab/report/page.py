@@ -100,10 +100,11 @@ def render(
     *,
     made_by: str,
     files: Sequence[str] = (),
+    script: str = "",
 ) -> str:
-    """The page. Everything that came from a run is escaped."""
+    """The page. Everything that came from a run is escaped; ``script`` is ours."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = resources.files("gxd.lab.report").joinpath("template.html.j2").read_text(encoding="utf-8")
     return environment.from_string(source).render(
-        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by, files=files
+        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by, files=files, script=Markup(script)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 METHODS = {
@@ -15,6 +16,8 @@ METHODS = {
     "gxd": "GXD",
     "gxd_all_logit": "GXD all-logit",
     "gxd_sketch": "GXD sketch (ours)",
+    "gxd_kl": "GXD KL (ours)",
+    "gxd by age": "GXD by age (ours)",
     "random": "Random",
 }
 ACTIVATIONS = {"relu": "ReLU", "tanh": "tanh", "silu": "SiLU", "leaky_relu": "LeakyReLU"}
@@ -166,6 +169,12 @@ def column_label(column: Column) -> str:
 def method_label(method: str) -> str:
     """The name of a method for people."""
     return METHODS.get(method, method)
+
+
+def method_name(config: Mapping[str, Any]) -> str:
+    """What a run goes by where rankings stand side by side: its method, and whether that ranks units by age."""
+    by_age = (config.get("options") or {}).get("ranking") == "age"
+    return f"{config.get('method', '?')}{' by age' if by_age else ''}"
 
 
 def method_order(method: str) -> tuple[int, str]:

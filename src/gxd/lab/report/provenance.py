@@ -103,11 +103,11 @@ def _assay_command(assay: Assay) -> str:
 
 
 def _command(run: Run) -> str:
-    from gxd.lab import config
+    from gxd.lab.experiments import experiment
     from gxd.lab.sweep import command_line
 
     try:
-        made = config.experiment(run.experiment).from_dict({**run.config, "seed": 0})
+        made = experiment(run.experiment).from_dict({**run.config, "seed": 0})
         return command_line(made, Path("runs"))
     except UserError:  # of another version of gxd: its settings as they are
         flags = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in run.config.items()]

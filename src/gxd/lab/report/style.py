@@ -26,7 +26,9 @@ COLOURS = {
     "gxd": "#0072b2",
     "gxd_all_logit": "#5b5fc7",
     "gxd_sketch": "#2fa4d9",
-    "random": "#b0b0b0",
+    "gxd_kl": "#00a3a3",
+    "gxd by age": "#0b2a6f",
+    "random": "#8a3ffc",
 }
 # These four never mean a method. In the page they become variables, so that figures follow its light or dark theme.
 INK, MUTED, RULE, PAPER = "#1c2024", "#60676f", "#d9dde1", "#fffffe"

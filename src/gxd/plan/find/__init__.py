@@ -18,7 +18,9 @@ from gxd.plan.find.manual import HandGroup, merge_by_hand
 from gxd.plan.find.trace import Call, Trace, call_arguments, calls, trace_call
 from gxd.plan.layouts import unwrap
 from gxd.plan.units import UnitPlan
+from gxd.sandbox.called import called_by
 from gxd.sandbox.fakes import traced_in_place
+from gxd.sharded import refuse_shards
 
 
 def find_units(
@@ -32,6 +34,7 @@ def find_units(
     residual: str = "skip",
     groups: Sequence[HandGroup] = (),
     batch_dim: int = 0,
+    call: Callable[..., Any] | None = None,
 ) -> UnitPlan:
     """Find every hidden unit of a model that can be reset, and say why the others cannot.
 
@@ -53,6 +56,8 @@ def find_units(
             ``"group"`` (reset the rows of all writers and the columns of all readers together).
         groups: hand-written groups (:func:`gxd.manual_group`); they replace traced groups of the same producers.
         batch_dim: the axis of the inputs that counts examples.
+        call: how training runs the model, if not as ``model(inputs)``: ``lambda agent, x: (agent.actor(x),
+            agent.critic(x))``. All that training runs must be in it, and what it returns counts as the output.
 
     Example::
 
@@ -70,6 +75,7 @@ def find_units(
         )
         raise TypeError(f"groups must be a list of gxd.manual_group(...), got {kind.__name__}")
     model = unwrap(model)
+    refuse_shards(model, "find_units")
     if example_inputs is None:
         if not groups:
             raise ValueError("give example_inputs to trace the model, or hand-written groups")
@@ -77,7 +83,7 @@ def find_units(
     else:
         _check_batch(example_inputs, batch_dim)
         _check_model(model)
-        with traced_in_place(model):
+        with traced_in_place(model), called_by(model, call):
             plan = _traced(model, calls(example_inputs), residual, batch_dim)
     plan = merge_by_hand(model, plan, groups)
     return plan.select(include, exclude, rates, init)

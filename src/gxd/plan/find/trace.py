@@ -88,9 +88,10 @@ def _trace(model: nn.Module, call: Call) -> Trace:
     raise TraceError(
         f"{type(model).__name__} could not be traced by torch.export: {type(errors[0]).__name__}: {first[:300]}\n"
         "If the message is about the inputs, fix example_inputs (a tensor, a tuple, or a dict of keyword arguments; a "
-        "batch of two; or a list of such calls). If the forward pass depends on the values of its inputs, trace a part "
-        "of the model (gxd.find_units(model.backbone, ...)), or describe the units by hand: gxd.find_units(model, "
-        "groups=[gxd.manual_group('fc1', consumers=['fc2'])])."
+        "batch of two; or a list of such calls). If training does not call model(inputs), say what it calls: "
+        "gxd.find_units(model, inputs, call=lambda model, x: ...). If the forward pass depends on the values of its "
+        "inputs, trace a part of the model (gxd.find_units(model.backbone, ...)), or describe the units by hand: "
+        "gxd.find_units(model, groups=[gxd.manual_group('fc1', consumers=['fc2'])])."
     ) from None
 
 

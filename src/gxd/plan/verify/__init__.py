@@ -9,7 +9,7 @@ give the same outputs without any clamp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,11 @@ from gxd.plan.find import find_units
 from gxd.plan.layouts import NamedTensors, unwrap
 from gxd.plan.units import Group, UnitPlan
 from gxd.plan.verify.probe import MARGIN, Clamp, Probe
+from gxd.sandbox.called import called_by
 from gxd.sandbox.freeze import Calls
 from gxd.sandbox.substitute import evaluation
+from gxd.sharded import refuse_shards
+from gxd.tables import html_table
 
 PASSED, APPROXIMATE, INCONCLUSIVE, WRONG = "passed", "approximate", "inconclusive", "wrong"
 _ATTEMPTS = 5  # a unit drawn anew may be silent on these inputs
@@ -45,7 +48,7 @@ class GroupCheck:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CheckReport:
     """The verdict on a plan. ``print`` it; ``report.ok`` is False if any group is wrong."""
 
@@ -67,8 +70,18 @@ class CheckReport:
             return "the plan has no group to check"
         width = max(len(group.name) for group in self.groups)
         lines = [f"{g.name.ljust(width)}  {g.status.ljust(12)}  error {g.error:.0e}  {g.detail}" for g in self.groups]
+        return "\n".join([*lines, self._counts()])
+
+    def __repr__(self) -> str:
+        return f"CheckReport({self._counts() or 'no group'}; print it)"
+
+    def _repr_html_(self) -> str:
+        rows = [(g.name, g.status, f"{g.error:.0e}", g.detail) for g in self.groups]
+        return html_table(("group", "verdict", "error", ""), rows, self._counts() or str(self))
+
+    def _counts(self) -> str:
         counts = {s: sum(g.status == s for g in self.groups) for s in (PASSED, APPROXIMATE, INCONCLUSIVE, WRONG)}
-        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in counts.items() if n)])
+        return ", ".join(f"{n} {status}" for status, n in counts.items() if n)
 
 
 def verify_plan(
@@ -79,6 +92,7 @@ def verify_plan(
     units_per_group: int = 3,
     tolerance: float = 1e-3,
     seed: int = 0,
+    call: Callable[..., Any] | None = None,
 ) -> CheckReport:
     """Verify a plan numerically on a model. The model is left as it is: everything happens on copies of its tensors.
 
@@ -93,6 +107,7 @@ def verify_plan(
         units_per_group: how many units of each group to try, at most half of it; half of it where they do not show.
         tolerance: largest relative error of a group that passes.
         seed: of the choice of units and of the fresh weights.
+        call: as for :func:`gxd.find_units`.
 
     Returns:
         For each group ``passed``; ``approximate``, where the plan says so (zero padding at the borders, a norm that
@@ -105,12 +120,13 @@ def verify_plan(
     if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance!r} must be a number, 0 or more")
     model = unwrap(model)
-    plan = plan if plan is not None else find_units(model, example_inputs)
+    refuse_shards(model, "verify_plan")
+    plan = plan if plan is not None else find_units(model, example_inputs, call=call)
     arguments.plan(plan)
     tensors = NamedTensors(model)
     plan.validate(tensors)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    with evaluation(model):
+    with evaluation(model), called_by(model, call):
         probes = [_Probes(model, inputs, seed) for inputs in several]
         checks = [
             max(

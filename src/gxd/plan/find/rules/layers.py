@@ -150,7 +150,7 @@ def _layer(
         "query" in call.ports and value.unit.dim() == 3
     ):  # the module turns its arguments around, if need be, before it uses them
         call.batch_axis = 0 if module.batch_first else 1
-    call.running_mean = _following_running_mean(engine, node) if bias is None else None
+    call.running_mean = _following_running_mean(engine, node, axis) if bias is None else None
     call.approximate = _approximation(engine, call, bias, padded)
     consume(engine, call)
     _produce(engine, call, weight, bias, node)
@@ -278,9 +278,13 @@ def trained(engine: Engine, bias: Value | None) -> str | None:
     return bias.parameter if engine.parameters[bias.parameter].requires_grad else None
 
 
-def _following_running_mean(engine: Engine, node: fx.Node) -> str | None:
-    """The running mean of the BatchNorm that alone reads the layer's output, if there is one."""
+def _following_running_mean(engine: Engine, node: fx.Node, axis: int) -> str | None:
+    """The running mean of the BatchNorm that alone reads the layer's output, if there is one, and its channels are the
+    layer's outputs: they are the second axis, which of a Linear on tokens is that of the tokens.
+    """
     readers = list(node.users)
+    if node.meta["val"].dim() + axis != 1:
+        return None
     if len(readers) != 1 or op_name(readers[0]) != "batch_norm" or readers[0].args[0] is not node:
         return None
     mean = engine.fetch(readers[0].args[3])

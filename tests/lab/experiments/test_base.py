@@ -1,12 +1,18 @@
 """The configs: the paper's values, what is refused, what makes two runs the same."""
 
 import json
+import sys
 from dataclasses import fields, replace
 
 import pytest
 
-from gxd.lab.config import EXPERIMENTS, Cifar100, PermutedDigits, PermutedMNIST, experiment
+from gxd.lab import experiments
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import EXPERIMENTS, experiment
+from gxd.lab.experiments.cifar100 import Cifar100
+from gxd.lab.experiments.permuted_digits import PermutedDigits
+from gxd.lab.experiments.permuted_mnist import PermutedMNIST
+from gxd_command import main
 
 
 def test_permuted_mnist_is_the_papers_table() -> None:
@@ -17,7 +23,7 @@ def test_permuted_mnist_is_the_papers_table() -> None:
         (method, activation): (c.lr, c.rate)
         for method in ("backprop", "contribution", "gxd")
         for activation in ("relu", "tanh", "silu", "leaky_relu")
-        for c in [PermutedMNIST(method=method, activation=activation).resolved()]
+        for c in [PermutedMNIST(method=method, activation=activation, paper=True).resolved()]
     }
     for (method, activation), (lr, rate) in chosen.items():
         assert lr == (0.1 if method == "backprop" else 0.3)
@@ -55,13 +61,42 @@ def test_every_setting_that_changes_the_numbers_changes_the_key_and_no_other_doe
         "method": "gxi", "activation": "silu", "tasks": 7, "epochs": 3, "batch_size": 5, "lr": 0.7, "momentum": 0.5,
         "weight_decay": 0.1, "rate": 0.5, "maturity": 3, "decay": 0.5, "compensate": False, "score_every": 4,
         "positions": "abs", "seed": 9, "compile": "no", "device": "cuda", "threads": 3, "layer_norm": True, "width": 9,
-        "depth": 2, "data_dir": "b",
+        "depth": 2, "data_dir": "b", "options": ("ranking=age",), "optimizer": "adam", "init": "default",
+        "input_norm": "ema", "network": "linear", "paper": True,
     }  # fmt: skip
     assert set(other) == {f.name for f in fields(base)}
     for name, value in other.items():
         changed = replace(base, **{name: value})
         assert (changed.key() == base.key()) == (name in ("seed", "device", "threads", "data_dir")), name
     assert len({cls().key() for cls in EXPERIMENTS.values()}) == len(EXPERIMENTS)
+
+
+def test_the_keys_of_runs_that_were_made_before_there_were_other_streams_and_methods_stay() -> None:
+    assert PermutedDigits().key() == "f6838c0ec9"
+    assert PermutedMNIST(lr=0.3).key() == "b1843ab467"
+    assert Cifar100(method="backprop").key() == "c0fd80b321"
+    new = {"options", "optimizer", "init", "input_norm", "network", "paper"}
+    for kind in (PermutedDigits, PermutedMNIST, Cifar100):
+        assert not new & set(kind().settings())
+    other = PermutedDigits(method="redo", options=("every=5",), optimizer="adam", network="linear").settings()
+    assert new & set(other) == {"options", "optimizer", "network"} and other["options"] == {"every": 5}
+
+
+def test_what_a_run_does_not_use_does_not_tell_it_apart() -> None:
+    redo = PermutedDigits(method="redo", options=("every=5",))
+    for twin in (
+        replace(redo, rate=0.1, maturity=3, decay=0.5, positions="abs"),
+        replace(redo, options=("every=5", "threshold=0.1")),  # which is the default
+    ):
+        assert twin.key() == redo.key() != replace(redo, options=("every=6",)).key()
+    linear = PermutedDigits(method="l2_init", network="linear")
+    assert replace(linear, activation="tanh", width=5, depth=9).key() == linear.key()
+    assert PermutedDigits(method="continual_backprop").key() == PermutedDigits(method="gxd").key()
+    plain = Cifar100(method="backprop")
+    assert replace(plain, residual="skip").key() == plain.key()
+    assert Cifar100(residual="skip").key() != Cifar100().key()
+    adam = Cifar100(optimizer="adam")
+    assert replace(adam, momentum=0.0).key() == adam.key() != Cifar100().key()
 
 
 def test_seeds_of_one_setting_are_siblings() -> None:
@@ -74,7 +109,7 @@ def test_seeds_of_one_setting_are_siblings() -> None:
 
 @pytest.mark.parametrize("cls", EXPERIMENTS.values())
 def test_a_config_survives_json(cls) -> None:
-    config = cls(method="gxd_sketch", lr=1, seed=4)
+    config = cls(method="gxd_sketch", options=("ranking=age", "exponent=1"), lr=1, seed=4)
     assert cls.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert replace(config, lr=1.0).key() == config.key()
     assert cls.from_dict(config.settings()).resolved() == config.resolved()
@@ -115,6 +150,12 @@ def test_long_runs_are_compiled_and_short_ones_are_not() -> None:
         ({"compile": True}, ["compile=True", "auto or yes or no"]),
         ({"threads": 0}, ["threads=0"]),
         ({"device": 0}, ["device=0", "a text"]),
+        ({"method": "l2-init"}, ["'l2-init'", "Did you mean 'l2_init'?"]),
+        ({"method": "redo", "options": {"treshold": 1}}, ["'treshold'", "Did you mean 'threshold'?"]),
+        ({"optimizer": "sdg"}, ["optimizer='sdg'", "sgd or adam"]),
+        ({"optimizer": "adam", "momentum": 0.9}, ["momentum=0.9", "Adam has betas"]),
+        ({"network": "linear", "layer_norm": True}, ["layer_norm", "network linear"]),
+        ({"init": "zero"}, ["init='zero'", "default or glorot"]),
     ],
 )
 def test_a_bad_setting_is_named_with_what_is_allowed(values, words) -> None:
@@ -128,3 +169,40 @@ def test_an_unknown_experiment_is_refused_with_the_near_one() -> None:
     assert experiment("cifar100") is Cifar100
     with pytest.raises(UserError, match="Did you mean 'permuted-mnist'"):
         experiment("permuted_mnist")
+
+
+FILE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from gxd.lab import data, streams
+from gxd.lab.experiments.base import register
+from gxd.lab.experiments.feedforward import Perceptron
+
+@register
+@dataclass(frozen=True)
+class Shuffled(Perceptron):
+    \"\"\"Of this test.\"\"\"
+
+    name: ClassVar[str] = "shuffled-digits"
+    train_size: ClassVar[int] = 1440
+
+    def stream(self) -> streams.Stream:
+        return streams.Permuted(data.digits(), self.seed, self.batch_size, self.device)
+
+    def default_lr(self) -> float:
+        return 0.1
+"""
+
+
+def test_an_experiment_is_one_file_in_the_package(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "shuffled.py").write_text(FILE)
+    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(tmp_path)])
+    try:
+        experiments.discover()
+        small = ["--tasks", "1", "--batch-size", "240", "--width", "8", "--out", str(tmp_path)]
+        assert main(["run", "shuffled-digits", *small]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("final test accuracy: seed 0 0.")
+        assert main(["run"]) == 0 and "shuffled-digits      Of this test" in capsys.readouterr().out
+    finally:
+        EXPERIMENTS.pop("shuffled-digits", None)
+        sys.modules.pop("gxd.lab.experiments.shuffled", None)

@@ -1,0 +1,136 @@
+"""Copies of a network for a probe: one as it is, and one as if it had just been made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gxd.reset.fresh import distributions, fresh
+from gxd.sandbox.substitute import seed_all
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+Make = Callable[[], nn.Module]
+
+
+def copied(model: nn.Module, make: Make | None) -> nn.Module:
+    """A copy with the same weights and without hooks, in training mode.
+
+    Modules that are in evaluation mode within a model in training mode (a frozen BatchNorm) stay so.
+    """
+    tensors = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and not t.is_leaf]
+    memo = {id(t): t.detach().clone() for t in tensors}  # an activation that is kept: torch does not copy a graph
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        if make is None:
+            raise TypeError(
+                f"the model cannot be copied ({type(error).__name__}: {error}): give fresh=, a function that makes a "
+                "new network; the weights are then loaded into one"
+            ) from error
+        made = _made(make, model)
+        made.load_state_dict(model.state_dict())
+    return _ready(made, model)
+
+
+def renewed(model: nn.Module, make: Make | None, seed: int) -> nn.Module:
+    """A network like this one, freshly initialised. The global random state is seeded, and used.
+
+    Without ``make``, every module is initialised by its own ``reset_parameters`` (those of Hugging Face by
+    ``_init_weights``), inner ones first; parameters of modules that have none are drawn from the distribution that fits
+    them. Frozen parameters stay as they are: they are no part of what learns.
+    """
+    seed_all(seed)
+    if make is not None:
+        return _ready(_made(make, model), model)
+    made = copied(model, None)
+    with torch.no_grad():
+        _initialise(made)
+        generator, known = torch.Generator().manual_seed(seed), distributions(model)
+        for (name, old), new in zip(model.named_parameters(), made.parameters(), strict=True):
+            if not old.requires_grad:
+                new.copy_(old)
+            elif torch.equal(old, new):  # nobody has initialised it
+                new.copy_(fresh(name, new, known, generator))
+    return made
+
+
+def _initialise(model: nn.Module) -> None:
+    """In place, by the modules' own means."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        vars(tensor).pop("_is_hf_initialized", None)
+    inner_first = list(model.modules())[::-1]
+    for module in inner_first:
+        vars(module).pop("_is_hf_initialized", None)
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(module, name, None)
+            if callable(reset) and not _is_frozen(module):
+                reset()
+    own: Any = getattr(model, "_init_weights", None)  # of Hugging Face
+    for module in inner_first if callable(own) else ():
+        if not _is_frozen(module):
+            own(module)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether it has parameters of its own and none of them is trained: then its buffers stay, too."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(p.requires_grad for p in own)
+
+
+def _made(make: Make, model: nn.Module) -> nn.Module:
+    made: Any = make()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"fresh must return a torch.nn.Module, got {type(made).__name__}")
+    theirs = {id(p) for p in model.parameters()}
+    if made is model or any(id(p) in theirs for p in made.parameters()):
+        raise ValueError("fresh must make a new network, but what it returned has parameters of the model itself")
+    shapes = [{name: tuple(p.shape) for name, p in one.named_parameters()} for one in (model, made)]
+    differing = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
+    if differing:
+        there, here = (one.get(differing[0], "missing") for one in shapes)
+        raise ValueError(
+            f"fresh must make a network like the model, but {differing[0]!r} is {there} in the model and {here} in it"
+        )
+    reference = next(model.parameters(), None)
+    return made if reference is None else made.to(reference.device)
+
+
+def _ready(made: nn.Module, model: nn.Module) -> nn.Module:
+    modes = {name: module.training for name, module in model.named_modules()} if model.training else {}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    for name, module in made.named_modules():
+        module.training = modes.get(name, True)
+        for kind in _HOOKS:
+            _strip(getattr(module, kind, {}))
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+        parameter.grad = None
+    return made
+
+
+def _strip(hooks: dict[int, Any]) -> None:
+    """Take out the hooks of the user and of gxd, which may write to what is not copied. Those of torch are a part of
+    the model: weight normalisation, pruning.
+    """
+    for key, hook in list(hooks.items()):
+        home = getattr(hook, "__module__", None) or type(hook).__module__
+        if not str(home).startswith("torch."):
+            del hooks[key]
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Those that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

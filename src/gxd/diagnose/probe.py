@@ -1,0 +1,202 @@
+"""``gxd.probe``: does a network still learn as a new one does?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from gxd import arguments
+from gxd.diagnose.definitions import readiness
+from gxd.diagnose.fresh import copied, parameters_of, renewed
+from gxd.diagnose.tasks import TASKS, Batch, batches_of, made_new, most_batches
+from gxd.diagnose.verdict import Probe
+from gxd.errors import ObservationWarning, warn
+from gxd.plan.find import call_arguments
+from gxd.plan.layouts import unwrap
+from gxd.sandbox.snapshot import as_found
+from gxd.sandbox.substitute import seed_all
+
+READINESS_BATCHES = 128
+"""That optimization readiness, and the loss before training, are measured on."""
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
+
+def probe(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    data: Iterable[Any],
+    loss: Loss,
+    *,
+    steps: int = 200,
+    seeds: int = 5,
+    fresh: Callable[[], nn.Module] | None = None,
+    task: str = "given",
+    confidence: float = 0.95,
+) -> Probe:
+    """Train a copy of the network and a freshly initialised one on the same batches, and compare how they learn.
+
+    In each of several seeds the batches come in another order, the same for both networks, and the fresh one has other
+    weights. How much each learns, and the verdict, is defined by :class:`gxd.diagnose.verdict.Probe`. Nothing of the
+    model, its gradients, buffers, hooks, or of the global random state changes.
+
+    Give data that are **new to the network**: the next task, not what it was trained on. On old data it is ahead by
+    what it remembers, which says nothing about how it learns. Without new data, ``task`` makes some. Train as you
+    train: the optimizer, its learning rate and the batch size are part of the question.
+
+    Args:
+        model: the network, as it is.
+        make_optimizer: ``parameters -> optimizer``, such as ``lambda p: torch.optim.SGD(p, lr=0.1)``. It begins anew,
+            for both.
+        data: batches ``(x, y)``, with x as for :func:`gxd.find_units`: a tensor, a tuple of arguments, or a dict. At
+            most ``steps`` are taken, and kept; if there are fewer, they come again.
+        loss: ``(output of the model, y) -> scalar``.
+        steps: of each run. A fresh network should be well on its way by then.
+        seeds: pairs of runs, 2 or more.
+        fresh: makes a new network like this one: ``lambda: Net()``. **Recommended**. It draws from torch's global
+            random state, which is seeded for it and given back. Default: each module's own ``reset_parameters``, or
+            ``_init_weights``, which is not what your constructor does if it initialises in a way of its own.
+        task: ``given``: the data as they are. ``permuted_inputs``: the elements of each input in an order of their own,
+            drawn once per seed. ``random_labels``: the targets shuffled over all examples, to be memorised: of the data
+            only ``steps / 50`` batches are used, so that each comes fifty times.
+        confidence: of the interval.
+
+    Example::
+
+        found = gxd.probe(model, lambda p: torch.optim.SGD(p, lr=0.1), next_task, F.cross_entropy, fresh=lambda: Net())
+        print(found)
+        assert found.verdict != "lost"
+    """
+    arguments.module(model)
+    arguments.every("steps", steps)
+    _check_seeds(seeds)
+    arguments.choice("task", task, TASKS)
+    if not 0 < arguments.number("confidence", confidence, 0.0, 1.0) < 1:
+        raise ValueError(f"confidence={confidence!r} must be a number above 0 and below 1")
+    for name, function in (("make_optimizer", make_optimizer), ("loss", loss), ("fresh", fresh)):
+        if not callable(function) and (function is not None or name != "fresh"):
+            raise TypeError(f"{name} must be a function, got {type(function).__name__}")
+    if isinstance(fresh, nn.Module):
+        raise TypeError("fresh must be a function that makes a new network, such as lambda: Net(), got a module")
+    model = unwrap(model)
+    if not parameters_of(model):
+        raise ValueError("the model has no parameter that is trained (requires_grad=True): there is nothing to probe")
+    with as_found(model, values=True), torch.enable_grad():
+        batches = batches_of(data, most_batches(task, steps), next(model.parameters()).device)
+        begins: dict[str, list[_Begin]] = {"old": [], "fresh": []}
+        losses: dict[str, list[Tensor]] = {"old": [], "fresh": []}
+        for seed in range(seeds):
+            chance = torch.Generator().manual_seed(seed)
+            several = made_new(task, batches, chance)
+            order = [n for _ in range(-(-steps // len(several))) for n in _permutation(len(several), chance)][:steps]
+            for name, network in (("old", copied(model, fresh)), ("fresh", renewed(model, fresh, seed))):
+                begins[name].append(_Begin(network, several, loss, seed))
+                losses[name].append(_trained(network, make_optimizer, [several[n] for n in order], loss, seed))
+    if len({begin.weights for begin in begins["fresh"]}) == 1:
+        warn(
+            "fresh= made the same weights for every seed: the interval does not show how fresh networks differ. Let it "
+            "draw from torch's global random state, which is seeded for it",
+            ObservationWarning,
+        )
+    return Probe(
+        losses={name: torch.stack(curves) for name, curves in losses.items()},
+        readiness={n: torch.tensor([b.readiness for b in several]) for n, several in begins.items()},
+        start=sum(begin.loss for begin in begins["fresh"]) / seeds,
+        batches=len(batches),
+        task=task,
+        confidence=float(confidence),
+    )
+
+
+class _Begin:
+    """A network before training: the mean loss over the batches, optimization readiness, and the sum of the weights.
+    Buffers are left as they were.
+    """
+
+    def __init__(self, network: nn.Module, batches: list[Batch], loss: Loss, seed: int) -> None:
+        seed_all(seed)
+        parameters = parameters_of(network)
+        buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+        total = [torch.zeros_like(p) for p in parameters]
+        squares, losses = [], []
+        for number, (x, y) in enumerate(islice(batches, READINESS_BATCHES)):
+            try:
+                value = _loss(network, x, y, loss)
+            except (RuntimeError, TypeError, IndexError) as error:
+                raise ValueError(
+                    f"data: loss(model(x), y) fails on batch {number} (x, y): {type(error).__name__}: {error}"
+                ) from error
+            found = torch.autograd.grad(value, parameters, allow_unused=True)
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+            torch._foreach_add_(total, gradients)
+            squares.append(_square(gradients))
+            losses.append(float(value.detach()))
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self.weights = sum(float(p.detach().double().sum()) for p in parameters)
+        self.loss = sum(losses) / len(losses)
+        self.readiness = readiness(self.loss, _square(total) / len(losses) ** 2, squares)
+
+
+def _trained(network: nn.Module, make: MakeOptimizer, batches: list[Batch], loss: Loss, seed: int) -> Tensor:
+    """``(steps,)`` the loss of each batch before its step. Once it is not finite it stays so, and training ends."""
+    optimizer = _optimizer(network, make)
+    seed_all(seed)
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        value = _loss(network, x, y, loss)
+        losses.append(float(value.detach()))
+        if not math.isfinite(losses[-1]):
+            break
+        value.backward()
+        optimizer.step()
+    return torch.tensor(losses + [math.nan] * (len(batches) - len(losses)), dtype=torch.float64)
+
+
+def _loss(network: nn.Module, x: Any, y: Any, loss: Loss) -> Tensor:
+    # A model, and a loss, may write to what it is given.
+    args, kwargs = call_arguments(pytree.tree_map_only(Tensor, torch.clone, x))
+    value = loss(network(*args, **kwargs), pytree.tree_map_only(Tensor, torch.clone, y))
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"loss(output, y) must return a scalar tensor, got {got}: take its mean")
+    if not value.requires_grad:
+        raise ValueError("loss(output, y) does not depend on the parameters: it must be differentiable, no .item()")
+    return value.reshape(())
+
+
+def _optimizer(network: nn.Module, make: MakeOptimizer) -> Optimizer:
+    given = parameters_of(network)
+    optimizer = make(list(given))
+    arguments.optimizer(optimizer)
+    own = {id(p) for p in given}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "make_optimizer must train the parameters that it is given, of a copy, and no others: "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    return optimizer
+
+
+def _square(tensors: list[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(tensors)).double().square().sum())
+
+
+def _permutation(length: int, chance: torch.Generator) -> list[int]:
+    order: list[int] = torch.randperm(length, generator=chance).tolist()
+    return order
+
+
+def _check_seeds(seeds: Any) -> None:
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 2:
+        raise ValueError(f"seeds={seeds!r} must be a whole number, 2 or more: an interval needs two runs")

@@ -1,0 +1,228 @@
+"""The command ``gxd leaderboard``."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+import gxd
+from gxd.lab import methods
+from gxd.lab.arguments import parse
+from gxd.lab.config import check_name
+from gxd.lab.errors import UserError
+from gxd.lab.leaderboard import output, work
+from gxd.lab.leaderboard.board import Board, make_board
+from gxd.lab.leaderboard.entries import DEFAULTS, Entry, Setting, entries
+from gxd.lab.leaderboard.plan import Place
+from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol
+from gxd.lab.leaderboard.records import read_digest, write_digest
+from gxd.lab.leaderboard.timing import read_times
+from gxd.lab.store import read_json, write_json
+
+V = TypeVar("V")
+OWN = "own.json"
+COMMITTED = Path("results/leaderboard")
+USAGE = """usage: gxd leaderboard run | show | add ...
+
+  run    do the runs of the board that are missing
+  show   the board as a table, as board.csv, board.md and a page
+  add    run a method of your own under the same protocol, and place it
+
+gxd leaderboard COMMAND --help says what each takes."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Do the runs of the board that are missing: the same command again goes on where it stopped."""
+
+    streams: tuple[str, ...] = ()
+    """Only these streams, as they are named on the board. Default: all, the cheapest first."""
+    entries: tuple[str, ...] = ()
+    """Only these methods and controls. Default: all."""
+    out: Path = Path("runs/leaderboard")
+    """Where the runs and the board go. With --ray, on a file system that all nodes share."""
+    workers: int | None = None
+    """Runs at a time, one thread each. Default: as many as there are cores."""
+    ray: str | None = None
+    """Use Ray: auto joins the cluster that runs on this machine, local starts one, else the address of one."""
+    estimate: bool = False
+    """Say how long the missing runs take on one core, and do nothing."""
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """The board of a directory: as a table here, and in it as board.csv, ranks.csv, board.md and board.html."""
+
+    directory: tyro.conf.Positional[Path] = COMMITTED
+    """Where `gxd leaderboard run` put it, or a copy without the runs themselves."""
+
+
+@dataclass(frozen=True)
+class AddOptions:
+    """Run a method of your own under the same protocol, and place it on the board.
+
+    The file registers it with gxd.register_method. It is imported, so give only a file that you trust. A list GRID in
+    it, of dicts of options, says which 1, 2, 3 or 6 settings of it are tried; with the learning rates they make six
+    trials, as of every method. Without, its defaults are tried with six learning rates.
+    """
+
+    file: tyro.conf.Positional[Path]
+    """The Python file."""
+    grid: tuple[str, ...] = ()
+    """In place of GRID: settings of the method, each OPTION=VALUE,OPTION=VALUE, as in --grid strength=0.1 strength=1"""
+    streams: tuple[str, ...] = ()
+    """Only these streams. Default: all."""
+    board: Path = COMMITTED
+    """The board to place it on."""
+    out: Path = Path("runs/leaderboard-mine")
+    """Where its runs go, and the board with it."""
+    workers: int | None = None
+    """Runs at a time, one thread each. Default: as many as there are cores."""
+    ray: str | None = None
+    """Use Ray: auto joins the cluster that runs on this machine, local starts one, else the address of one."""
+
+
+def command(argv: list[str], protocol: Protocol = PROTOCOL) -> int:
+    """``gxd leaderboard ...``."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    check_name(argv[0], ("run", "show", "add"), "command of gxd leaderboard:")
+    prog = f"gxd leaderboard {argv[0]}"
+    if argv[0] == "run":
+        return _run(parse(RunOptions, argv[1:], prog), protocol)
+    if argv[0] == "show":
+        return _show(parse(ShowOptions, argv[1:], prog), protocol)
+    return _add(parse(AddOptions, argv[1:], prog), protocol)
+
+
+def _run(options: RunOptions, protocol: Protocol) -> int:
+    known = entries()
+    for name in options.entries:
+        check_name(name, known, "entry")
+    rows = [entry for name, entry in known.items() if not options.entries or name in options.entries]
+    chosen = _places(protocol, rows, options.streams)
+    if options.estimate:
+        work.check_protocol(options.out, protocol)
+        print(work.estimate(chosen, options.out))
+        return 0
+    wrong = work.do(chosen, options.out, _means(options.workers, options.ray))
+    publish(options.out, protocol)
+    return _conclude(wrong, options.out)
+
+
+def _show(options: ShowOptions, protocol: Protocol) -> int:
+    if not options.directory.is_dir() or not work.check_protocol(options.directory, protocol):
+        raise UserError(f"{options.directory} is no leaderboard: make one with gxd leaderboard run --out DIR")
+    board = publish(options.directory, protocol)
+    print(output.markdown(board, protocol))
+    print(f"{options.directory / output.PAGE} is the page")
+    return 0
+
+
+def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None) -> Board:
+    """Write the board of a directory beside its runs. Returns it.
+
+    Args:
+        extra: entries of the user's own.
+        base: a board whose entries are shown with them.
+    """
+    rows = {**entries(), **{entry.name: entry for entry in extra}}
+    every = work.places(protocol, rows.values())
+    times, objections = read_times(out), work.read_objections(out)
+    known = read_digest(out)
+    if base is not None:
+        known = {**read_digest(base), **known}
+        times, objections = _joined(read_times(base), times), _joined(work.read_objections(base), objections)
+    # A copy without the runs has the digest alone; of a run that is in both, its directory counts.
+    records = work.collect(every, out, known)
+    write_digest(out, records.values())
+    board = make_board(every, records, times, objections)
+    output.write(board, protocol, out)
+    return board
+
+
+def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dict[str, dict[str, V]]:
+    return {name: {**one.get(name, {}), **other.get(name, {})} for name in {**one, **other}}
+
+
+def _add(options: AddOptions, protocol: Protocol) -> int:
+    if not options.board.is_dir() or not work.check_protocol(options.board, protocol):
+        raise UserError(f"{options.board} is no leaderboard to add to: name one with --board")
+    before = dict(gxd.methods())
+    module = methods.load(options.file)
+    new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
+    replaced = [name for name in new if name in before]
+    if replaced:
+        raise UserError(f"{options.file} registers {replaced[0]!r}, which is there already: give it a name of its own")
+    if not new:
+        raise UserError(f"{options.file} registers no method: decorate its function with gxd.register_method")
+    grid = _grid(options, getattr(module, "GRID", None))
+    added = [entries({name: grid})[name] for name in new]
+    chosen = _places(protocol, added, options.streams)
+    for place in chosen:
+        if place.refusal and place.track.kind.boundaries:
+            raise UserError(place.refusal)  # of its grid, which is wrong on all streams
+    means = _means(options.workers, options.ray, (options.file.absolute(),))
+    _claim_method(options, new, protocol)
+    wrong = work.do(chosen, options.out, means)
+    board = publish(options.out, protocol, added, options.board)
+    for place in chosen:
+        print(output.placed(board, place.track, place.entry.name))
+    placed = any(row.rank is not None for row in board.rows if row.method in new)
+    return max(_conclude(wrong, options.out), 0 if placed else 1)
+
+
+def _claim_method(options: AddOptions, names: Sequence[str], protocol: Protocol) -> None:
+    """Runs are found by their settings, which do not tell one version of a user's code from the next: the file does."""
+    work.claim(options.out, protocol)
+    file = options.out / OWN
+    theirs = read_json(file) if file.exists() else {}
+    version = hashlib.sha256(options.file.read_bytes()).hexdigest()[:10]
+    for name in names:
+        if theirs.get(name, version) != version:
+            raise UserError(
+                f"{options.out} has runs of {name} from before {options.file} was changed: choose another --out, or "
+                "delete that directory"
+            )
+    write_json(file, {**theirs, **dict.fromkeys(names, version)})
+
+
+def _grid(options: AddOptions, theirs: object) -> Sequence[Setting]:
+    """The settings of a user's method."""
+    if options.grid:
+        return [methods.values_of(tuple(text.split(","))) for text in options.grid]
+    if theirs is None:
+        return DEFAULTS
+    if not isinstance(theirs, (list, tuple)) or not all(isinstance(setting, dict) for setting in theirs):
+        raise UserError(f'GRID in {options.file} must be a list of dicts of options, as in [{{"strength": 0.1}}]')
+    return list(theirs)
+
+
+def _places(protocol: Protocol, rows: Sequence[Entry], streams: Sequence[str]) -> list[Place]:
+    names = [track.name for track in protocol.tracks]
+    for name in streams:
+        check_name(name, names, "stream")
+    return work.places(protocol, rows, [track for track in protocol.tracks if not streams or track.name in streams])
+
+
+def _means(processes: int | None, ray: str | None, files: Sequence[Path] = ()) -> work.Means:
+    if processes is not None and processes < 1:
+        raise UserError(f"--workers {processes} must be 1 or more")
+    return work.Means(processes, ray, files)
+
+
+def _conclude(wrong: Sequence[str], out: Path) -> int:
+    """Say what went wrong, one line each, and return the exit code."""
+    for line in wrong:
+        print(f"gxd: {line}", file=sys.stderr)
+    if wrong:
+        print(f"gxd: {len(wrong)} failed; the same command tries them again", file=sys.stderr)
+    print(f"{out / output.PAGE} is the page; gxd leaderboard show {out} prints the board")
+    return 1 if wrong else 0

@@ -1,0 +1,108 @@
+"""The page of the board: sortable tables and learning curves. Without scripts it is the same, but not sortable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
+from gxd.lab.leaderboard.board import BASE, FRESH, Board, Scores
+from gxd.lab.leaderboard.protocol import Track
+from gxd.lab.report import page, style
+from gxd.lab.report.page import Block, Section, Shown
+from gxd.lab.report.tables import Table
+
+NAMED = (BASE, FRESH, "gxd", "gxd_age", "contribution")
+"""Always labelled in the curves, beside the best; all others are thin lines."""
+BEST = 3
+ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7"}
+OTHERS = ("#d55e00", "#cc6699", "#a6761d")
+# A click on a column's head sorts by it, by the first number in the cells if they have one; what has none stays last.
+SORT = """
+for (const table of document.querySelectorAll("table.sortable")) {
+  const value = (row, i) => {
+    const text = row.cells[i].firstElementChild.textContent.trim();
+    const number = parseFloat(text.replace("infinite", "Infinity"));
+    return Number.isNaN(number) ? (text === "–" ? null : text) : number;
+  };
+  table.querySelectorAll("th").forEach((head, i) => {
+    const button = document.createElement("button");
+    button.textContent = head.textContent;
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const rows = [...table.tBodies[0].rows].sort((one, other) => {
+        const a = value(one, i), b = value(other, i);
+        if (a === null || b === null) return (a === null) - (b === null);
+        const order = typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1;
+        return up ? order : -order;
+      });
+      table.tBodies[0].append(...rows);
+    });
+  });
+}
+"""
+
+
+def render(lead: str, board: Board, ranks: Table, streams: Sequence[tuple[Track, Table]]) -> str:
+    """The page."""
+    sections = [Section("ranks", "Over all streams", blocks=[Block(table=ranks, kind="sortable wide")])]
+    for number, (track, table) in enumerate(streams):
+        blocks = [Block(table=table, kind="sortable wide")]
+        curves = _curves(board, track, f"curves{number}")
+        if curves is not None:
+            blocks.insert(0, Block(picture=curves))
+        sections.append(Section(f"stream{number}", track.name, blocks=blocks))
+    complete = sum(map(len, board.complete.values()))
+    facts = [
+        (str(len({row.method for row in board.rows})), "methods and controls"),
+        (str(len(board.tracks)), "streams"),
+        (f"{complete} of {len(board.rows)}", "rows complete"),
+    ]
+    return page.render("Leaderboard", lead, facts, sections, made_by="gxd leaderboard show", script=SORT)
+
+
+def _curves(board: Board, track: Track, name: str) -> Shown | None:
+    """The learning curves of a stream."""
+    drawn = [scores for scores in board.complete[track.name] if scores.curve]
+    if not drawn:
+        return None
+    best = sorted(drawn, key=lambda scores: scores.row.rank or 0)[:BEST]
+    with style.styled():
+        figure = style.new_figure(8.6, 3.6)
+        axes = figure.add_subplot()
+        scale = 100 if track.kind.classifies else 1
+        labels = []
+        for scores in sorted(drawn, key=lambda scores: _is_named(scores, best)):
+            points = [scale * value for value in scores.curve]
+            tasks = [(i + 1) * track.config({}, 0).tasks / len(points) for i in range(len(points))]
+            if _is_named(scores, best):
+                colour = _colour(scores, best)
+                axes.plot(tasks, points, color=colour, linestyle="--" if scores.row.method == FRESH else "-")
+                labels.append(style.Label(tasks[-1], points[-1], scores.row.method, colour))
+            else:
+                axes.plot(tasks, points, color=style.MUTED, linewidth=0.5, alpha=0.45)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("tasks")
+        axes.set_ylabel("online accuracy, %" if track.kind.classifies else track.metric)
+        if not track.kind.classifies:
+            axes.set_yscale("log")
+        style.label_ends(axes, labels, room=3.0)
+        vector = style.svg(figure, name)
+    caption = "Mean over the seeds. Thin lines: all other entries. Dashed: a fresh network for every task."
+    alt = f"Learning curves of {len(drawn)} entries on {track.name}"
+    return Shown(name, "Learning curves", caption, [], [], Markup(style.inline(vector, name, alt)))
+
+
+def _is_named(scores: Scores, best: Sequence[Scores]) -> bool:
+    return scores.row.method in NAMED or scores in best
+
+
+def _colour(scores: Scores, best: Sequence[Scores]) -> str:
+    method = scores.row.method
+    if method in ACCENTS or method in style.COLOURS:
+        return ACCENTS.get(method) or style.colour(method)
+    return OTHERS[best.index(scores)]

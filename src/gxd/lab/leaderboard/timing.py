@@ -1,0 +1,62 @@
+"""What a step of each entry costs relative to backprop, measured in turns: not taken from the clocks of the runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from gxd.lab.bench.measure import Step, compare, measure
+from gxd.lab.leaderboard.plan import Place
+from gxd.lab.steps import eager_step, prediction
+from gxd.lab.store import read_json, write_json
+from gxd.lab.streams import Stream
+from gxd.lab.training import Training
+
+TIMES = "times.json"
+BATCHES = 8
+Times = dict[str, dict[str, float]]
+"""Stream -> method -> the time of a step relative to backprop."""
+
+
+def time_ratios(places: Sequence[Place], stream: Stream, *, steps: int = 10, rounds: int = 40) -> dict[str, float]:
+    """Entry -> the time of its step relative to that of the first of them, which is backprop.
+
+    The network and the batches are those of the stream, and the steps are eager for all, for not every method can be
+    compiled. Events at boundaries are not in it.
+    """
+    variants = {place.entry.name: partial(_make, place, stream) for place in places}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = compare("leaderboard", "", measure(variants, steps=steps, rounds=rounds, warmup=5))
+    finally:
+        torch.set_num_threads(threads)
+    return {row.variant: round(row.ratio, 3) for row in rows if row.ratio is not None}
+
+
+def _make(place: Place, stream: Stream) -> Step:
+    config = replace(place.track.config(place.settings[0], place.protocol.tuning_seeds[0]), compile="no")
+    training = Training(config, stream, torch.device("cpu"))
+    training.model.train()
+    score = None if config.classifies else prediction
+    step = eager_step(training.model, training.optimizer, config.loss, training.attached, score=score)
+    turn = itertools.cycle(list(islice(config.batches(stream.task(0)), BATCHES)))
+    return lambda: step(*next(turn))
+
+
+def read_times(out: Path) -> Times:
+    """What was measured."""
+    if not (out / TIMES).exists():
+        return {}
+    return {track: dict(found) for track, found in read_json(out / TIMES).items()}
+
+
+def write_times(out: Path, times: Mapping[str, Mapping[str, float]]) -> None:
+    """Replace times.json."""
+    write_json(out / TIMES, times)

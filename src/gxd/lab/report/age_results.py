@@ -1,0 +1,114 @@
+"""What the runs of the age study came to, by setting and seed.
+
+All numbers are over the last eighth of the tasks. Seeds from 100 on choose settings and are in no other number; a run
+that diverged counts as a network that has learned nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gxd.lab.errors import UserError
+from gxd.lab.experiments import experiment
+from gxd.lab.report import digest, numbers, paper
+from gxd.lab.report.digest import Run
+from gxd.lab.report.evidence import Panel, panel_order
+
+CHOOSING = 100  # the first of the seeds that choose settings
+PAPER_MATURITY = 100
+RANKINGS = {
+    0.0: "absolute",
+    0.5: "age, exponent 1/2",
+    1.0: "age, exponent 1",
+}  # dividing by E[u | age] ** 0 is absolute
+
+
+class Setting(NamedTuple):
+    """One cell of the grid; the exponent is 0 where the ranking is absolute."""
+
+    stream: str
+    panel: Panel
+    method: str
+    exponent: float
+    maturity: int
+    rate: float
+
+    @property
+    def resets(self) -> bool:
+        """Whether there is anything to rank."""
+        return self.method != "backprop"
+
+    @property
+    def rule(self) -> str:
+        """How units are ranked, in words."""
+        return RANKINGS.get(self.exponent, f"age, exponent {self.exponent:g}") if self.resets else ""
+
+    @property
+    def c(self) -> float:
+        """The c of ``maturity = c / rate``: for what share of a mean lifetime a newborn is safe."""
+        return round(self.maturity * self.rate, 6)
+
+
+class Result(NamedTuple):
+    """What one run came to over the last eighth of its tasks; churn and age are NaN without resets."""
+
+    accuracy: float
+    churn: float
+    age: float
+    diverged: bool
+
+
+Results = Mapping[Setting, Mapping[int, Result]]  # by seed
+
+
+def results(runs: Iterable[Run]) -> dict[Setting, dict[int, Result]]:
+    """The runs that are over, by setting and seed. Raises :class:`UserError` if a setting was trained in two ways."""
+    found: dict[Setting, dict[int, Result]] = defaultdict(dict)
+    trained: dict[Setting, str] = {}
+    for run in runs:
+        if run.status not in digest.SETTLED:
+            continue
+        setting = _setting(run)
+        if trained.setdefault(setting, run.key) != run.key:
+            raise UserError(
+                f"{run.experiment}, {setting.method}, {setting.rule}: there are runs of two networks, lengths or "
+                "learning rates; name the directory of one study"
+            )
+        found[setting][run.seed] = _result(run)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def _setting(run: Run) -> Setting:
+    config = run.config
+    options: Mapping[str, Any] = config.get("options") or {}
+    exponent = float(options.get("exponent", 0.5)) if options.get("ranking") == "age" else 0.0
+    panel = str(config["activation"]), bool(config.get("layer_norm", False))
+    return Setting(run.experiment, panel, config["method"], exponent, int(config["maturity"]), float(config["rate"]))
+
+
+def _result(run: Run) -> Result:
+    kind = experiment(run.experiment)
+    if run.status == "diverged":
+        return Result(kind.learned_nothing, math.nan, math.nan, True)
+    last = [run.last(name, max(1, run.planned // 8)) for name in (kind.metric, "churn", "median_age_at_reset")]
+    accuracy, churn, age = (math.nan if value is None else value for value in last)
+    return Result(accuracy, churn, age, False)
+
+
+def _order(setting: Setting) -> tuple[Any, ...]:
+    stream, panel, method, *rest = setting
+    return stream, panel_order(panel), paper.method_order(method), *rest
+
+
+def reported(by_seed: Mapping[int, Result]) -> dict[int, Result]:
+    """Without the seeds that choose."""
+    return {seed: result for seed, result in by_seed.items() if seed < CHOOSING}
+
+
+def interval(values: Iterable[float]) -> numbers.Interval:
+    """The mean with its 95 % t interval."""
+    kept = [value for value in values if math.isfinite(value)]
+    return numbers.paired(kept, [0.0] * len(kept))

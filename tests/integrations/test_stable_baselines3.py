@@ -1,0 +1,336 @@
+"""Agents of Stable-Baselines3: the right networks, observed on their own losses alone, saved and loaded exactly."""
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gxd
+from tests.rig import same
+
+sb3 = pytest.importorskip("stable_baselines3")
+gym = pytest.importorskip("gymnasium")
+from stable_baselines3.common.logger import configure  # noqa: E402
+
+from gxd.integrations.stable_baselines3 import GxdCallback  # noqa: E402
+
+OFTEN: dict[str, Any] = {"maturity": 2, "replacement_rate": 0.05}
+OFF: dict[str, Any] = {"learning_starts": 20, "batch_size": 16, "buffer_size": 500}
+AGENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "DQN": ("DQN", "CartPole-v1", {**OFF, "train_freq": 1, "target_update_interval": 10}),
+    "PPO": ("PPO", "CartPole-v1", {"n_steps": 32, "batch_size": 16, "n_epochs": 3}),
+    "PPO of numbers": ("PPO", "Pendulum-v1", {"n_steps": 32, "batch_size": 16, "n_epochs": 3}),
+    "A2C": ("A2C", "CartPole-v1", {}),
+    "SAC": ("SAC", "Pendulum-v1", OFF),
+    "TD3": ("TD3", "Pendulum-v1", OFF),
+    "DDPG": ("DDPG", "Pendulum-v1", OFF),
+}
+PARTS: dict[str, list[str]] = {"DQN": ["q_net"], "PPO": ["policy"], "PPO of numbers": ["policy"], "A2C": ["policy"]}
+PARTS.update({name: ["actor", "critic"] for name in ("SAC", "TD3", "DDPG")})
+
+
+def agent(name: str, **options: Any) -> Any:
+    kind, environment, settings = AGENTS[name]
+    net = {"net_arch": [12, 10]}
+    settings = {**settings, "policy_kwargs": net, **options}
+    return getattr(sb3, kind)("MlpPolicy", environment, seed=0, device="cpu", **settings)
+
+
+@cache
+def plans(name: str) -> dict[str, gxd.UnitPlan]:
+    """Found by the callback itself, once."""
+    callback, made = GxdCallback(), agent(name)
+    with attached(made, callback):
+        return {part: cbp.plan for part, cbp in callback.cbps.items()}
+
+
+def callback_of(name: str, **options: Any) -> GxdCallback:
+    return GxdCallback(plan=plans(name), **{**OFTEN, **options})
+
+
+@contextmanager
+def attached(made: Any, callback: GxdCallback) -> Iterator[None]:
+    """As within ``learn()``, without an environment."""
+    made.set_logger(configure(None, []))
+    callback.init_callback(made)
+    callback.on_training_start({}, {})
+    try:
+        yield
+    finally:
+        callback.on_training_end()
+
+
+def hooks(module: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_units_of_the_right_networks_are_reset_and_no_hook_is_left(name: str):
+    made, callback = agent(name), callback_of(name)
+    made.learn(70, callback=callback)
+    assert list(callback.cbps) == PARTS[name]
+    for part, cbp in callback.cbps.items():
+        assert cbp.total_resets > 3 and cbp.closed, part
+        network = made.policy if part == "policy" else getattr(made.policy, part)
+        assert cbp.model is network
+        assert cbp.optimizer is (network if hasattr(network, "optimizer") else made.policy).optimizer
+        assert all(bool(utility.any()) for utility in cbp.utilities().values()), "each group was scored"
+    assert not hooks(made.policy)
+    if len(PARTS[name]) == 1:
+        assert callback.cbp is callback.cbps[PARTS[name][0]]
+    else:
+        with pytest.raises(AttributeError, match=r"actor, critic: use cbps\['actor'\]"):
+            callback.cbp  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["DQN", "SAC", "TD3"])
+def test_target_networks_are_not_touched(name: str):
+    made, callback = agent(name), callback_of(name)
+    targets = [module for part, module in made.policy.named_children() if part.endswith("_target")]
+    assert targets
+    with attached(made, callback):
+        assert not any(map(hooks, targets))
+        assert hooks(made.policy) > 4
+
+
+@pytest.mark.parametrize("name", ["DQN", "PPO", "SAC", "TD3"])
+def test_an_inert_callback_changes_no_weight_and_no_random_number(name: str):
+    with_gxd = agent(name)
+    with_gxd.learn(60, callback=GxdCallback(replacement_rate=0.0))
+    after = torch.rand(3), np.random.rand(3)
+    without = agent(name)  # which seeds all generators
+    without.learn(60)
+    assert same(dict(with_gxd.policy.state_dict()), dict(without.policy.state_dict()))
+    assert torch.equal(after[0], torch.rand(3)) and (after[1] == np.random.rand(3)).all()
+
+
+def recorded(critic: nn.Module, on_data: list[Tensor], for_actor: list[Tensor]) -> list[Any]:
+    """What the second layer of the first Q network reads, apart by whose loss it is for."""
+    whose: list[Any] = [for_actor]
+
+    def begin(module: nn.Module, args: Any) -> None:
+        whose.append(for_actor if args[1].requires_grad else on_data)
+
+    reader = critic.q_networks[0][2]
+    return [
+        critic.register_forward_pre_hook(begin),
+        critic.register_forward_hook(lambda *_: whose.pop() and None),
+        reader.register_forward_pre_hook(
+            lambda _, args: whose[-1].append(args[0].detach()) if torch.is_grad_enabled() else None
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", ["SAC", "TD3"])
+def test_the_actors_loss_does_not_count_for_the_critic(name: str):
+    made, callback = agent(name), callback_of(name, utility="activation", decay=0.0, replacement_rate=0.0)
+    made.learn(40)
+    on_data: list[Tensor] = []
+    for_actor: list[Tensor] = []
+    with attached(made, callback):
+        handles = recorded(made.critic, on_data, for_actor)
+        made.train(6, 16)
+        found = callback.cbps["critic"].utilities()["qf0.0"]
+        assert len(on_data) == 6 and len(for_actor) == (6 if name == "SAC" else 3)
+        torch.testing.assert_close(found, on_data[-1].abs().mean(0))
+        assert callback.cbps["critic"]._parts[0].units.step == 6
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["SAC", "TD3"])
+def test_gradients_of_the_actors_loss_do_not_count_for_the_critic(name: str):
+    made = agent(name)
+    made.learn(40)
+    callback = callback_of(name, utility="loss_gradient", decay=0.0, replacement_rate=0.0)
+    inputs: list[Any] = []
+    gradients: dict[int, Tensor] = {}  # of the critic's loss, by each of its outputs
+
+    def watch(critic: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and not args[1].requires_grad:
+            inputs.append(args)
+            for number, q in enumerate(output):
+                q.register_hook(lambda gradient, number=number: gradients.update({number: gradient}))
+
+    with attached(made, callback):
+        made._n_updates = 1  # so that TD3 trains its actor, too
+        made.train(1, 16)
+        twin = copy.deepcopy(made.critic)
+        handle = made.critic.register_forward_hook(watch)
+        made.train(1, 16)
+        found = callback.cbps["critic"].utilities()
+    handle.remove()
+    cbp = gxd.ContinualBackprop(
+        twin, twin.optimizer, plan=plans(name)["critic"], utility="loss_gradient", decay=0.0, replacement_rate=0.0
+    )
+    torch.autograd.backward(twin(*inputs[0]), [gradients[number] for number in range(2)])
+    twin.optimizer.step()
+    for group, utility in cbp.utilities().items():
+        torch.testing.assert_close(found[group], utility)
+
+
+@pytest.mark.parametrize("name", ["DQN", "PPO", "SAC", "TD3"])
+def test_saved_and_loaded_it_goes_on_exactly(name: str, tmp_path: Path):
+    made, callback = agent(name), callback_of(name)
+    made.learn(60, callback=callback)
+    made.save(tmp_path / "agent")
+    torch.save(callback.state_dict(), tmp_path / "gxd.pt")
+    loaded, again = type(made).load(tmp_path / "agent", env=made.get_env()), callback_of(name)
+    again.load_state_dict(torch.load(tmp_path / "gxd.pt", weights_only=True))
+    for one in ("replay_buffer", "rollout_buffer"):
+        if hasattr(made, one):
+            setattr(loaded, one, copy.deepcopy(getattr(made, one)))
+
+    def train(one: Any, its: GxdCallback) -> None:
+        torch.manual_seed(1), np.random.seed(1)
+        with attached(one, its):
+            one.train() if name == "PPO" else one.train(20, 16)
+
+    before = {part: cbp.total_resets for part, cbp in callback.cbps.items()}
+    train(made, callback)
+    train(loaded, again)
+    assert all(cbp.total_resets > before[part] for part, cbp in again.cbps.items())
+    assert same(dict(loaded.policy.state_dict()), dict(made.policy.state_dict()))
+    assert same(again.state_dict(), callback.state_dict())
+
+
+def test_acting_and_evaluating_leave_no_trace():
+    made, callback = agent("DQN"), callback_of("DQN")
+    with attached(made, callback):
+        made.policy.set_training_mode(True)
+        before = copy.deepcopy(callback.state_dict())
+        made.predict(np.zeros(4, dtype=np.float32))
+        assert same(callback.state_dict(), before)
+
+
+def test_an_update_that_stops_early_leaves_nothing_to_the_next():
+    made, callback = agent("PPO"), callback_of("PPO")
+    made.learn(32)
+    made.target_kl = 1e-9
+    with attached(made, callback):
+        made.train()
+        (part,) = callback.cbps["policy"]._parts
+        assert not part.scorer.sums.empty, "it has observed a batch, and stopped"
+        callback.on_rollout_start()
+        callback.on_rollout_end()
+        assert part.scorer.sums.empty and not part.scorer.observer.passes
+
+
+def test_policies_trace_silently():
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            for name in ("PPO", "PPO of numbers", "SAC"):
+                with attached(agent(name), GxdCallback()):
+                    pass
+        finally:
+            os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        file.seek(0)
+        assert file.read() == b""
+
+
+def test_some_parts_methods_and_the_logger(tmp_path: Path):
+    redo = gxd.method("redo", threshold=0.5, every=4)
+    made = agent("SAC")
+    made.set_logger(configure(str(tmp_path), ["csv"]))
+    callback = GxdCallback(redo, parts="critic")
+    made.learn(60, callback=callback, log_interval=1)
+    assert list(callback.cbps) == ["critic"] and callback.cbps["critic"].methods == (redo,)
+    made.logger.dump(1)
+    assert "gxd/critic/resets" in (tmp_path / "progress.csv").read_text()
+
+
+class Grid(gym.Env):  # type: ignore[misc, name-defined]
+    """Observations that are a dict of a number and an image."""
+
+    observation_space = gym.spaces.Dict({"at": gym.spaces.Discrete(5), "near": gym.spaces.Box(-1, 1, (3,))})
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return {"at": 1, "near": np.zeros(3, dtype=np.float32)}, {}
+
+    def step(self, action: Any) -> Any:
+        return {"at": 2, "near": np.ones(3, dtype=np.float32)}, 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+def test_observations_may_be_dicts_of_numbers_and_vectors():
+    made = sb3.PPO("MultiInputPolicy", Grid(), n_steps=32, batch_size=16, policy_kwargs={"net_arch": [8]}, device="cpu")
+    callback = GxdCallback(**OFTEN)
+    made.learn(64, callback=callback)
+    assert callback.cbps["policy"].total_resets > 3
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "words"),
+    [
+        ({"utility": "gxd"}, ValueError, "use 'gxd_sketch'"),
+        ({"utilty": "gxd_sketch"}, ValueError, "Did you mean 'utility'"),
+        ({"example_inputs": torch.zeros(2, 4)}, TypeError, "the spaces of the environment tell"),
+        ({"plan": 3}, TypeError, "part -> plan"),
+        ({"replacement_rate": -1}, ValueError, "replacement_rate=-1"),
+    ],
+)
+def test_wrong_options_are_refused_before_learning(options: dict[str, Any], exception: Any, words: str):
+    with pytest.raises(exception, match=words):
+        GxdCallback(**options)
+
+
+def test_a_part_that_an_agent_does_not_have_is_refused_and_nothing_stays_attached():
+    made = agent("SAC")
+    with pytest.raises(ValueError, match="Did you mean 'critic'"):
+        made.learn(10, callback=GxdCallback(parts=["actor", "critc"], plan=plans("SAC")))
+    with pytest.raises(ValueError, match="part='q_net'"):
+        made.learn(10, callback=GxdCallback(plan=plans("DQN")))
+    assert not hooks(made.policy)
+
+
+def test_a_callback_that_is_given_twice_or_to_another_agent_is_refused():
+    made, twice = agent("DQN"), callback_of("DQN")
+    with pytest.raises(RuntimeError, match="given twice"):
+        made.learn(30, callback=[twice, twice])
+    assert not hooks(made.policy)
+    callback = callback_of("DQN")
+    made.learn(30, callback=callback)
+    with pytest.raises(RuntimeError, match="has trained another model"):
+        agent("DQN").learn(30, callback=callback)
+
+
+def test_a_state_of_another_plan_is_refused_and_nothing_stays_attached():
+    other, made = callback_of("SAC"), agent("SAC", policy_kwargs={"net_arch": [7, 5]})
+    with attached(agent("SAC"), other):
+        state = other.state_dict()
+    callback = GxdCallback()
+    callback.load_state_dict(state)
+    with pytest.raises(gxd.PlanError, match="another model or plan"):
+        made.learn(10, callback=callback)
+    assert not hooks(made.policy)
+
+
+def test_a_learn_that_was_interrupted_can_be_taken_up_again():
+    made, callback = agent("DQN"), callback_of("DQN")
+
+    def stop(local: Any, _: Any) -> bool:
+        if made.num_timesteps == 40:
+            raise KeyboardInterrupt
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        made.learn(60, callback=[callback, sb3.common.callbacks.ConvertCallback(stop)])
+    resets = callback.cbps["q_net"].total_resets
+    made.learn(60, callback=callback, reset_num_timesteps=False)
+    assert callback.cbps["q_net"].total_resets > resets > 0
+    assert not hooks(made.policy)

@@ -1,0 +1,165 @@
+"""The page of the age study: settings by seed, pairs, choices, one figure."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from gxd.lab.errors import UserError
+from gxd.lab.experiments import experiment
+from gxd.lab.grid import load
+from gxd.lab.report import age, digest
+from gxd.lab.report.age_results import CHOOSING, Result, Setting
+from gxd.lab.report.age_results import results as by_setting
+
+SWEEPS = Path(__file__).parents[2] / "sweeps"
+BY_AGE = {"ranking": "age", "exponent": 1.0}
+TASKS = 16  # an eighth of it is two tasks
+
+
+def write(root: Path, accuracy: float, *, stream: str = "permuted-digits", status: str = "done", **values: Any) -> None:
+    """A run that learns nothing for 14 tasks, and the last two with ``accuracy`` on average."""
+    settings = {"tasks": TASKS, "activation": "tanh", "rate": 1e-3, **values}
+    config = experiment(stream).from_dict(settings).resolved()
+    directory = config.run_directory(root)
+    directory.mkdir(parents=True)
+    curve = [0.1] * (TASKS - 2) + [accuracy - 0.01, accuracy + 0.01]
+    resets = config.method != "backprop"
+    lines = [
+        {
+            "task": n,
+            config.metric: value,
+            "churn": 0.9 if resets else None,
+            "median_age_at_reset": 120 if resets else None,
+        }
+        for n, value in enumerate(curve if status == "done" else curve[:5])
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "config.json").write_text(json.dumps({"experiment": stream, "config": config.settings()}))
+    (directory / "status.json").write_text(json.dumps({"status": status, "task": len(lines), "seconds": 36.0}))
+
+
+def results(root: Path) -> dict[Setting, dict[int, Result]]:
+    return by_setting(digest.collect([root]).runs)
+
+
+def only(table: Any) -> dict[str, Any]:
+    (record,) = table.records
+    return dict(record)
+
+
+def test_a_setting_has_the_mean_of_the_last_eighth_with_its_t_interval_and_the_choosing_seeds_are_left_out(
+    tmp_path: Path,
+) -> None:
+    values = [0.8, 0.84, 0.91]
+    for seed, value in enumerate(values):
+        write(tmp_path, value, method="gxd", seed=seed)
+    write(tmp_path, 0.2, method="gxd", seed=CHOOSING)
+    record = only(age.settings_table(results(tmp_path)))
+    low, high = stats.t.interval(0.95, 2, fmean(values), stdev(values) / 3**0.5)
+    assert float(record["accuracy"]) == pytest.approx(fmean(values), abs=1e-4)
+    assert (float(record["accuracy_low"]), float(record["accuracy_high"])) == pytest.approx((low, high), abs=1e-4)
+    assert (float(record["churn"]), float(record["age_at_reset"]), record["seeds"]) == (0.9, 120, 3)
+
+
+def test_a_run_that_diverged_counts_as_one_that_has_learned_nothing_and_one_under_way_not_at_all(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 0.9, method="gxd", seed=0)
+    write(tmp_path, 0.9, method="gxd", seed=1, status="diverged")
+    write(tmp_path, 0.9, method="gxd", seed=2, status="running")
+    record = only(age.settings_table(results(tmp_path)))
+    assert float(record["accuracy"]) == pytest.approx((0.9 + 0.1) / 2, abs=1e-4)
+    assert (record["seeds"], record["diverged"]) == (2, 1)
+
+
+def test_age_is_compared_with_absolute_in_the_same_setting_over_common_seeds(tmp_path: Path) -> None:
+    ours, theirs = {0: 0.92, 1: 0.93, 2: 0.95, 5: 0.1}, {0: 0.90, 1: 0.90, 2: 0.91, 6: 0.1}
+    for by_seed, options in ((ours, BY_AGE), (theirs, {})):
+        for seed, value in by_seed.items():
+            write(tmp_path, value, method="gxd", seed=seed, options=options)
+    write(tmp_path, 0.5, method="gxd", seed=0, maturity=1000)  # another setting
+    table = age.by_age(results(tmp_path))
+    gaps = [ours[seed] - theirs[seed] for seed in (0, 1, 2)]
+    low, high = stats.t.interval(0.95, 2, fmean(gaps), stats.sem(gaps))
+    record = only(table)
+    assert float(record["difference"]) == pytest.approx(fmean(gaps), abs=1e-4)
+    assert float(record["difference_low"]) == pytest.approx(low, abs=1e-4)
+    assert float(record["difference_high"]) == pytest.approx(high, abs=1e-4)
+    assert (record["pairs"], record["verdict"]) == (3, "better")
+    assert "1 comparisons 1 better, 0 worse, 0 undecided" in age.tally(table)
+
+
+def test_a_maturity_of_c_over_the_rate_is_compared_with_age_at_the_shortest_maturity_and_the_same_rate(
+    tmp_path: Path,
+) -> None:
+    for seed, rate in product((0, 1), (1e-3, 1e-4)):
+        write(tmp_path, 0.80 + seed / 50, method="gxd", seed=seed, rate=rate, maturity=round(1 / rate))
+        write(tmp_path, 0.90 + seed / 50, method="gxd", seed=seed, rate=rate, options=BY_AGE)
+        write(tmp_path, 0.70, method="gxd", seed=seed, rate=rate)
+    table = age.by_maturity(results(tmp_path))
+    assert [(record["maturity"], record["rate"]) for record in table.records] == [(1000, 1e-3), (10_000, 1e-4)]
+    assert all(float(record["difference"]) == pytest.approx(-0.1, abs=1e-4) for record in table.records)
+    assert all("c = 1," in row[3].text for row in table.rows)
+
+
+def test_settings_are_chosen_on_other_seeds_than_those_that_are_reported(tmp_path: Path) -> None:
+    write(tmp_path, 0.95, method="gxd", seed=0, maturity=100)  # the best where it is reported ...
+    write(tmp_path, 0.70, method="gxd", seed=0, maturity=1000)
+    write(tmp_path, 0.60, method="gxd", seed=100, maturity=100)
+    assert age.chosen_table(results(tmp_path)).rows[1:] == []  # not all of "any maturity" has been tried
+    write(tmp_path, 0.65, method="gxd", seed=100, maturity=1000)  # ... not where it is chosen
+    chosen = {record["rule"]: record for record in age.chosen_table(results(tmp_path)).records}
+    assert float(chosen["absolute, any maturity"]["accuracy"]) == pytest.approx(0.7, abs=1e-4)
+    assert float(chosen["absolute, maturity 100"]["accuracy"]) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_the_page_has_the_figure_of_each_stream_and_the_tables_and_needs_no_network(tmp_path: Path) -> None:
+    methods: list[dict[str, Any]] = [{"method": "backprop"}, {"method": "random"}, {"method": "gxd"}]
+    for stream, one, seed in product(("permuted-digits", "permuted-mnist-small"), methods, (0, 1)):
+        write(tmp_path / "runs", 0.8 + seed / 100, stream=stream, seed=seed, **one)
+    write(tmp_path / "runs", 0.9, method="gxd", options=BY_AGE, seed=0)
+    text = age.write([tmp_path / "runs"], tmp_path / "out").read_text()
+    pictures = {file.name for file in (tmp_path / "out").glob("*.png")}
+    assert pictures == {"age-permuted-digits.png", "age-permuted-mnist-small.png"}
+    assert (tmp_path / "out" / "age-settings.csv").read_text().count("\n") == 8
+    assert "13 runs, 0.1 hours" in text and not re.search(r'(src|href)="(https?:)?//', text)
+
+
+def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> None:
+    write(tmp_path, 0.8, method="gxd", seed=0)
+    write(tmp_path, 0.9, method="gxd", seed=1, lr=0.05)
+    with pytest.raises(UserError, match="learning rates"):
+        results(tmp_path)
+
+
+def test_a_study_that_has_only_begun_is_told_so(tmp_path: Path) -> None:
+    write(tmp_path / "runs", 0.9, method="gxd", seed=0, status="running")
+    with pytest.raises(UserError, match="no run below"):
+        age.write([tmp_path / "runs"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "utilities", "networks"), [("age-digits", 5, 5), ("age-mnist", 2, 3)])
+def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(name: str, utilities: int, networks: int) -> None:
+    sweep = load(SWEEPS / f"{name}.toml")
+    text = (SWEEPS / f"{name}.toml").read_text()
+    assert f" {len(sweep.runs())} runs" in text
+    configs = [sweep.config(cell, 0).resolved() for cell in sweep.cells]
+    ranked = {(c.method, c.activation, c.layer_norm, c.maturity, c.rate): set() for c in configs}
+    for c in configs:
+        ranked[c.method, c.activation, c.layer_norm, c.maturity, c.rate].add(c.options)
+    rules = {(), ("ranking=age",), ("exponent=1.0", "ranking=age")}
+    for rate in (1e-3, 1e-4):
+        here = [options for (*_, maturity, each), options in ranked.items() if (maturity, each) == (100, rate)]
+        assert sum(options == rules for options in here) == utilities * networks
+        longer = [key for key in ranked if key[-2:] == (round(1 / rate), rate)]
+        assert len(longer) == (utilities + 1) * networks  # and random
+    assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}

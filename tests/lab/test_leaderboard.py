@@ -1,0 +1,429 @@
+"""The leaderboard: equal budgets, numbers against a naive computation, resumes, methods that misbehave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import gxd
+from gxd.lab import methods, workers
+from gxd.lab.errors import UserError
+from gxd.lab.experiments import slow_regression
+from gxd.lab.leaderboard import command, work
+from gxd.lab.leaderboard.board import average_ranks
+from gxd.lab.leaderboard.entries import Entry, entries
+from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol, Track
+from gxd.lab.leaderboard.timing import time_ratios
+from gxd.lab.progress import Board
+from gxd.methods import registry
+
+DIGITS = {"tasks": 20, "epochs": 1, "batch_size": 720, "width": 8, "depth": 1}
+RATES = (0.1, 0.03, 0.3, 0.01, 0.06, 0.2)
+SMALL = Protocol(
+    0,
+    (
+        Track("digits", "permuted-digits", DIGITS, RATES, step=1.0),
+        Track(
+            "regression", "slow-regression", {"tasks": 2, "batch_size": 2, "compile": "no"}, RATES, clock=10, step=1.0
+        ),
+    ),
+    trials=6,
+    tuning_seeds=(100,),
+    seeds=(0, 1, 2),
+)
+ENTRIES = ("backprop", "gxd", "dash", "full_reset")
+IN_PROCESSES = workers.run_all
+RUN = ["run", "--entries", *ENTRIES]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    make_quick(monkeypatch)
+
+
+def make_quick(patch):
+    """Runs happen in this process, a bin of the regression is small, and times are not measured well."""
+    patch.setattr(slow_regression, "PERIOD", 30)
+    patch.setattr(slow_regression, "BIN", 60)
+    patch.setattr(workers, "run_all", _here)
+    patch.setattr(work, "time_ratios", partial(time_ratios, steps=2, rounds=3))
+
+
+def _here(jobs, root, board, *, processes=None, files=()):
+    outcomes = []
+    for job in jobs:
+        failure = workers.train_one(job.config, root, files=files)
+        outcomes.append(workers.outcome_of(job, root) if failure is None else workers.failed(job, failure))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A board with four entries, complete."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        out = tmp_path_factory.mktemp("board") / "out"
+        assert command([*RUN, "--out", str(out)], SMALL) == 0
+    return out
+
+
+@pytest.fixture
+def board(done, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(done, tmp_path / "board"))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A file of the user's; what it registers is forgotten."""
+    before = dict(registry._REGISTRY)
+    file = tmp_path / "mine.py"
+
+    def write(body, name="mine", extra=""):
+        sys.modules.pop("gxd_user_mine", None)
+        file.write_text(
+            "import gxd, torch\n"
+            "class Mine(gxd.Method):\n"
+            f"{body}\n"
+            f"@gxd.register_method({name!r}, description='mine', inert={{}})\n"
+            f"def mine(strength: float = 1.0): return Mine()\n{extra}\n"
+        )
+        return file
+
+    yield write
+    registry._REGISTRY.clear()
+    registry._REGISTRY.update(before)
+    sys.modules.pop("gxd_user_mine", None)
+
+
+def rows(out):
+    with (out / "board.csv").open() as file:
+        return {(row["stream"], row["method"]): row for row in csv.DictReader(file)}
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "digest.jsonl").read_text().splitlines()]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("track", PROTOCOL.tracks, ids=lambda track: track.name)
+def test_every_entry_has_the_same_number_of_different_trials(track):
+    for name, entry in entries().items():
+        if (track.name, name) != ("slow-regression", "dash"):  # which needs boundaries
+            tried = entry.settings(PROTOCOL, track)
+            assert len({track.config(values, 0).key() for values in tried}) == PROTOCOL.trials == 6, name
+
+
+def test_every_registered_method_is_an_entry():
+    assert set(gxd.methods()) - set(entries()) == {"continual_backprop"}
+    assert {"backprop", "contribution", "gxd", "gxd_kl", "gxd_age", "random"} <= set(entries())
+    assert {"linear", "input_norm", "layer_norm", "crelu", "full_reset"} <= set(entries())
+
+
+def test_settings_are_chosen_on_seeds_that_are_not_reported():
+    assert len(PROTOCOL.seeds) >= 5
+    assert not set(PROTOCOL.seeds) & set(PROTOCOL.tuning_seeds)
+
+
+def test_a_run_spends_the_same_budget_on_every_entry(done):
+    found = [line for line in lines(done) if line["stream"] == "digits"]
+    for name in ENTRIES:
+        mine = [line for line in found if line["method"] == name]
+        assert sum(line["stage"] == "tuning" for line in mine) == 6
+        assert sum(line["stage"] == "report" for line in mine) == 3
+    assert not (done / "report" / "permuted-digits" / "seed100").exists()
+    seeds = {stage: {path.name for path in (done / stage).glob("*/*/seed*")} for stage in ("tuning", "report")}
+    assert seeds == {"tuning": {"seed100"}, "report": {"seed0", "seed1", "seed2"}}
+
+
+def test_a_grid_that_is_not_a_sixth_part_is_refused():
+    entry = Entry("mine", "", "l2", [{"strength": s} for s in (1.0, 2.0, 3.0, 4.0)])
+    with pytest.raises(UserError, match="has 4 settings: give 1, 2, 3 or 6"):
+        entry.settings(PROTOCOL, PROTOCOL.tracks[0])
+    with pytest.raises(UserError, match="the same run"):
+        replace(entry, grid=[{"strength": 1.0}] * 2).settings(PROTOCOL, PROTOCOL.tracks[0])
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def naive(out, line):
+    """Online accuracies of a run, from its metrics, whichever directory they are in."""
+    for path in (out / line["stage"]).glob(f"*/*{line['key']}/seed{line['seed']}/metrics.jsonl"):
+        return [json.loads(text) for text in path.read_text().splitlines()]
+    raise AssertionError(line)
+
+
+def test_the_numbers_are_those_of_a_naive_computation(done):
+    reached = {}
+    for name in ENTRIES:
+        tuned = [line for line in lines(done) if (line["stream"], line["method"]) == ("digits", name)]
+        means = {
+            line["key"]: np.mean([task["online_accuracy"] for task in naive(done, line)])
+            for line in tuned
+            if line["stage"] == "tuning"
+        }
+        best = max(means, key=means.get)
+        seeds = [line for line in tuned if line["stage"] == "report"]
+        assert {line["key"] for line in seeds} == {best}
+        runs = [[task["online_accuracy"] for task in naive(done, line)] for line in seeds]
+        reached[name] = [np.mean(run) for run in runs]
+        low, high = stats.t.interval(0.95, 2, np.mean(reached[name]), stats.sem(reached[name]))
+        row = rows(done)["digits", name]
+        assert float(row["mean"]) == pytest.approx(np.mean(reached[name]), abs=1e-5)
+        assert (float(row["low"]), float(row["high"])) == pytest.approx((low, high), abs=1e-4)
+        assert float(row["last_tenth"]) == pytest.approx(np.mean([run[-2:] for run in runs]), abs=1e-5)
+        assert (int(row["seeds"]), float(row["diverged"])) == (3, 0)
+    ranks = stats.rankdata([-np.mean(values) for values in reached.values()])
+    assert [float(rows(done)["digits", name]["rank"]) for name in reached] == pytest.approx(list(ranks))
+    gain = stats.ttest_rel(reached["gxd"], reached["backprop"]).confidence_interval(0.95)
+    row = rows(done)["digits", "gxd"]
+    assert (float(row["gain_low"]), float(row["gain_high"])) == pytest.approx(tuple(gain), abs=1e-4)
+
+
+def test_of_a_regression_the_lowest_loss_is_the_best(done):
+    found = [row for (stream, _), row in rows(done).items() if stream == "regression" and row["mean"]]
+    assert len(found) == 3
+    assert min(found, key=lambda row: float(row["mean"])) is min(found, key=lambda row: float(row["rank"]))
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_equals_share_their_rank(higher):
+    values = np.array([[0.3, 1.0], [0.1, math.inf], [0.3, math.inf], [0.2, 0.5]])
+    expected = np.stack([stats.rankdata(-column if higher else column) for column in values.T], 1)
+    assert np.array_equal(average_ranks(values, higher), expected)
+
+
+def test_the_table_has_the_columns_that_others_rely_on(done):
+    head = (done / "board.csv").read_text().splitlines()[0]
+    assert head.startswith("stream,method,seeds,mean,low,high,diverged,time_ratio,")
+    assert float(rows(done)["digits", "backprop"]["time_ratio"]) == 1
+    assert float(rows(done)["digits", "gxd"]["time_ratio"]) > 0
+
+
+def test_a_method_that_a_stream_cannot_treat_has_a_row_that_says_why(done):
+    row = rows(done)["regression", "dash"]
+    assert row["mean"] == row["rank"] == ""
+    assert "acts between tasks, which slow-regression does not have" in row["note"]
+    full = [line for line in lines(done) if (line["stream"], line["method"]) == ("regression", "full_reset")]
+    assert all("every=10" in line["setting"] for line in full)
+
+
+def test_a_board_that_is_not_complete_says_what_is_missing(done):
+    text = (done / "board.md").read_text()
+    assert "NOT COMPLETE" in text and "digits: 27 entries are not complete" in text
+    assert rows(done)["digits", "l2"]["note"] == "missing: 6 of 6 tuning runs"
+    assert set(rows(done)) == {(track.name, name) for track in SMALL.tracks for name in entries()}
+
+
+def test_the_page_has_every_row_and_needs_nothing_else(done):
+    page = (done / "board.html").read_text()
+    for stream, method in rows(done):
+        assert f"<span>{method}</span>" in page and stream in page
+    assert page.count('class="sortable') == 1 + len(SMALL.tracks)
+    assert "Learning curves of 4 entries on digits" in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def test_a_board_goes_on_where_it_stopped_and_counts_nothing_twice(board, monkeypatch, capsys):
+    before, digest = rows(board), (board / "digest.jsonl").read_text()
+    gone = next((board / "report").glob("permuted-digits/gxd*/seed1"))
+    shutil.rmtree(gone)
+    trained = []
+    monkeypatch.setattr(workers, "run_all", lambda jobs, *a, **k: trained.extend(jobs) or _here(jobs, *a, **k))
+    assert command([*RUN, "--out", str(board)], SMALL) == 0
+    assert [(job.config.method, job.config.seed) for job in trained] == [("gxd", 1)]
+    assert rows(board) == before
+    drop = lambda text: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
+    assert drop((board / "digest.jsonl").read_text()) == drop(digest)
+
+
+def test_a_copy_without_the_runs_is_the_same_board(board, capsys):
+    before = rows(board)
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    assert command(["show", str(board)], SMALL) == 0
+    assert rows(board) == before
+    assert "| gxd |" in capsys.readouterr().out
+
+
+def test_a_directory_of_another_protocol_is_refused_and_left_alone(board):
+    other = replace(SMALL, seeds=(0, 1, 2, 3))
+    before = {path: path.stat().st_mtime_ns for path in board.iterdir()}
+    for args in (["show", str(board)], [*RUN, "--out", str(board)], ["run", "--estimate", "--out", str(board)]):
+        with pytest.raises(UserError, match="is of another protocol"):
+            command(args, other)
+    assert {path: path.stat().st_mtime_ns for path in board.iterdir()} == before
+    assert replace(SMALL, version=1).fingerprint() != SMALL.fingerprint() != other.fingerprint()
+
+
+def test_a_directory_with_other_things_in_it_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="no leaderboard"):
+        command([*RUN, "--out", str(tmp_path)], SMALL)
+    with pytest.raises(UserError, match="no leaderboard"):
+        command(["show", str(tmp_path / "nothing")], SMALL)
+
+
+def test_a_damaged_digest_is_an_error_that_names_it(board):
+    with (board / "digest.jsonl").open("a") as file:
+        file.write('{"stage": "report"}\n')
+    with pytest.raises(UserError, match=r"digest\.jsonl is damaged"):
+        command(["show", str(board)], SMALL)
+
+
+def test_the_estimate_says_how_long_it_takes_and_does_nothing(tmp_path, board, capsys):
+    assert command([*RUN, "--estimate", "--streams", "digits", "--out", str(tmp_path / "new")], SMALL) == 0
+    # 4 entries x (6 trials on 1 seed + 3 seeds) = 36 runs of 20 tasks x 2 steps of 1 ms
+    said = capsys.readouterr().out
+    assert [word for line in said.splitlines()[2:3] for word in line.split()][:4] == ["digits", "4", "36", "36"]
+    assert not (tmp_path / "new").exists()
+    command([*RUN, "--estimate", "--out", str(board)], SMALL)
+    assert "about 0.0 hours" in capsys.readouterr().out
+
+
+def test_the_committed_protocol_takes_about_25_hours(capsys, tmp_path):
+    assert command(["run", "--estimate", "--out", str(tmp_path / "new")]) == 0
+    hours = float(capsys.readouterr().out.splitlines()[-1].split()[1])
+    assert 20 < hours < 30
+
+
+@pytest.mark.parametrize("args", [["--entries", "gdx"], ["--streams", "digit"], ["--workers", "0"]])
+def test_a_wrong_name_or_number_is_one_line(args, tmp_path):
+    with pytest.raises(UserError, match=r"unknown|must be"):
+        command(["run", *args, "--out", str(tmp_path / "new")], SMALL)
+
+
+# --- a user's own method ----------------------------------------------------------------------------------------------
+
+FINE = "    def after_step(self, host, state):\n        return state"
+RAISES = "    def after_step(self, host, state):\n        raise RuntimeError('no idea')"
+LATER = (
+    "    def init(self, host): return 0\n"
+    "    def after_step(self, host, state):\n"
+    "        if state > 30: raise RuntimeError('too late')\n"
+    "        return state + 1"
+)
+NAN = (
+    "    def after_step(self, host, state):\n"
+    "        with torch.no_grad():\n"
+    "            for one in host.trained(): one.parameter.fill_(float('nan'))\n"
+    "        return state"
+)
+LR = FINE.replace("return", "host.optimizers[0].param_groups[0]['lr'] = 9.0; return")
+SEEDS = FINE.replace("return", "torch.manual_seed(0); return")
+
+
+def add(file, board, tmp_path, *args):
+    return command(["add", str(file), "--board", str(board), "--out", str(tmp_path / "mine"), *args], SMALL)
+
+
+def test_a_method_that_does_nothing_ties_with_backprop(own, board, tmp_path, capsys):
+    assert add(own(FINE), board, tmp_path, "--streams", "digits") == 0
+    found = rows(tmp_path / "mine")
+    mine, plain = found["digits", "mine"], found["digits", "backprop"]
+    assert [mine[name] for name in ("mean", "low", "high", "rank")] == [
+        plain[n] for n in ("mean", "low", "high", "rank")
+    ]
+    assert float(mine["gain"]) == 0 and mine["time_ratio"]
+    assert f"digits: mine is {float(mine['rank']):g} of 5" in capsys.readouterr().out
+    assert not (tmp_path / "mine" / "report" / "permuted-digits").joinpath("backprop").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (RAISES, "it raises RuntimeError: no idea"),
+        (LR, "it changes the learning rate or another setting of the optimizer, which a method may not"),
+        (SEEDS, "it changes torch's global random state, which a method may not"),
+    ],
+    ids=["raises", "learning rate", "seed"],
+)
+def test_a_method_that_misbehaves_is_a_row_that_says_so(own, board, tmp_path, capsys, body, why):
+    assert add(own(body), board, tmp_path) == 1
+    found = rows(tmp_path / "mine")
+    assert found["digits", "mine"]["note"] == f"not on this stream: {why}"
+    assert found["digits", "gxd"]["rank"]
+    assert why in capsys.readouterr().out
+
+
+def test_a_method_that_raises_later_is_a_row_too_and_is_tried_again(own, board, tmp_path, capsys):
+    file = own(LATER)
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    assert rows(tmp_path / "mine")["digits", "mine"]["note"] == "all trials failed: RuntimeError: too late"
+    said = capsys.readouterr()
+    assert "6 failed; the same command tries them again" in said.err
+    registry._REGISTRY.pop("mine")
+    sys.modules.pop("gxd_user_mine")
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    assert "tuning: 6 runs, 0 of them done before" in capsys.readouterr().out
+
+
+def test_runs_of_another_version_of_the_file_are_not_taken_for_those_of_this_one(own, board, tmp_path):
+    add(own(RAISES), board, tmp_path, "--streams", "digits")
+    registry._REGISTRY.pop("mine")
+    with pytest.raises(UserError, match=r"from before .*mine\.py was changed: choose another --out"):
+        add(own(FINE), board, tmp_path, "--streams", "digits")
+
+
+def test_nan_counts_as_divergence_and_as_having_learned_nothing(own, board, tmp_path):
+    add(own(NAN), board, tmp_path)
+    found = rows(tmp_path / "mine")
+    mine = found["digits", "mine"]
+    assert (float(mine["diverged"]), float(mine["tuning_diverged"]), float(mine["mean"])) == pytest.approx((1, 1, 0.1))
+    assert float(mine["rank"]) == 5
+    assert (found["regression", "mine"]["mean"], float(found["regression", "mine"]["rank"])) == ("inf", 4)
+
+
+def test_a_grid_comes_from_the_file_or_the_command(own, board, tmp_path):
+    two = "GRID = [{'strength': 1.0}, {'strength': 2.0}]"
+    add(own(FINE, extra=two), board, tmp_path, "--streams", "digits")
+    tried = [line["setting"] for line in lines(tmp_path / "mine") if line["method"] == "mine"]
+    assert sum("strength=2" in text for text in tried) >= 3
+    registry._REGISTRY.pop("mine")
+    with pytest.raises(UserError, match="has 4 settings"):
+        add(own(FINE), board, tmp_path, "--grid", *[f"strength={n}.0" for n in range(4)])
+
+
+def test_worker_processes_know_the_method_too(own, tmp_path, warm_workers):
+    file = own(FINE)
+    methods.load(file)
+    job = workers.Job("mine", SMALL.tracks[0].config({"method": "mine", "lr": 0.1}, 0))
+    with Board(1) as board:
+        outcomes = IN_PROCESSES([job], tmp_path / "runs", board, processes=1, files=[file])
+    assert [(outcome.status, outcome.failure) for outcome in outcomes] == [("done", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError"),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit"),
+        ("x = 1", "registers no method"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(own, board, tmp_path, text, why):
+    file = own(FINE)
+    file.write_text(text)
+    with pytest.raises(UserError, match=why):
+        add(file, board, tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        add(own(FINE, name="l2"), board, tmp_path)
+    with pytest.raises(UserError, match="is not a Python file"):
+        sys.modules.pop("gxd_user_mine", None)
+        add(tmp_path / "mine.txt", board, tmp_path)
