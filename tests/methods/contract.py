@@ -127,7 +127,7 @@ def selector_cases() -> Iterator[Case]:
 
 
 def selectors(kind: type = Selector) -> Iterator[type]:
-    """Those of the library. One that another test of the same process has defined is that test's, and may still live."""
+    """Those of the library. One that another test of this process has defined is its own, and may still live."""
     for each in kind.__subclasses__():
         if each.__module__.startswith("gxd."):
             yield each
