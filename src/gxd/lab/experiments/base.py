@@ -33,7 +33,7 @@ RESETS = ("rate", "maturity", "decay", "compensate", "score_every", "positions")
 # that runs of before keep their keys; such a default must never change.
 BEFORE = {"optimizer": "sgd", "options": {}, "network": "mlp", "init": "glorot", "input_norm": "none", "paper": False}
 # Compilation takes 5 to 20 seconds and saves 0.5 to 1.3 milliseconds per step of an MLP.
-COMPILE_FROM = 20_000
+COMPILE_FROM = 10_000
 
 EXPERIMENTS: dict[str, type[Experiment]] = {}
 """Name -> config class."""
