@@ -147,8 +147,12 @@ def test_a_study_that_has_only_begun_is_told_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("name", "utilities", "networks"), [("age-digits", 5, 5), ("age-mnist", 2, 3)])
-def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(name: str, utilities: int, networks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "utilities", "networks"), [("age-digits", {1e-3: 5, 1e-4: 2}, 5), ("age-mnist", {1e-3: 2, 1e-4: 2}, 3)]
+)
+def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(
+    name: str, utilities: dict[float, int], networks: int
+) -> None:
     sweep = load(SWEEPS / f"{name}.toml")
     text = (SWEEPS / f"{name}.toml").read_text()
     assert f" {len(sweep.runs())} runs" in text
@@ -157,9 +161,9 @@ def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(name: str, uti
     for c in configs:
         ranked[c.method, c.activation, c.layer_norm, c.maturity, c.rate].add(c.options)
     rules = {(), ("ranking=age",), ("exponent=1.0", "ranking=age")}
-    for rate in (1e-3, 1e-4):
+    for rate, many in utilities.items():
         here = [options for (*_, maturity, each), options in ranked.items() if (maturity, each) == (100, rate)]
-        assert sum(options == rules for options in here) == utilities * networks
+        assert sum(options == rules for options in here) == many * networks
         longer = [key for key in ranked if key[-2:] == (round(1 / rate), rate)]
-        assert len(longer) == (utilities + 1) * networks  # and random
+        assert len(longer) == (many + 1) * networks  # and random
     assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}
