@@ -297,10 +297,10 @@ def test_the_estimate_says_how_long_it_takes_and_does_nothing(tmp_path, board, c
     assert "about 0.0 hours" in capsys.readouterr().out
 
 
-def test_the_committed_protocol_takes_about_25_hours(capsys, tmp_path):
+def test_the_committed_protocol_takes_about_six_hours(capsys, tmp_path):
     assert command(["run", "--estimate", "--out", str(tmp_path / "new")]) == 0
     hours = float(capsys.readouterr().out.splitlines()[-1].split()[1])
-    assert 20 < hours < 30
+    assert 4 < hours < 8
 
 
 @pytest.mark.parametrize("args", [["--entries", "gdx"], ["--streams", "digit"], ["--workers", "0"]])
