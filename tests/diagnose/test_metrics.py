@@ -52,7 +52,18 @@ def test_no_more_than_the_last_resets_are_remembered():
     ages, _ = naive(rig, 150, {"fc1": 0, "fc2": 0})
     assert len(ages) > RECENT
     assert rig.cbp.metrics()["gxd/median_age_at_reset"] == statistics.median(ages[-RECENT:])
-    assert rig.cbp.metrics()["gxd/churn"] == 0 == rig.cbp.reset_ages(10**6)[0]  # nothing is younger than 0 steps
+    assert rig.cbp.metrics()["gxd/churn"] == 1 == rig.cbp.reset_ages(10**6)[0]  # every unit goes at its first chance
+
+
+def test_resets_so_rare_that_a_newborn_is_older_at_its_first_chance_are_churn_all_the_same():
+    """The same unit at every reset, but the interval is longer than 1.5 times the maturity."""
+    rig = attach("contribution", replacement_rate=1 / (20 * plan_of().groups[0].size), maturity=10)
+    rig.cbp.replacement_rates["fc2"] = 0.0
+    ages, _ = naive(rig, 400, {"fc1": 10, "fc2": 10})
+    same_again = [age for age in ages if age < 40]
+    assert min(ages) >= 20 > 1.5 * 10 and len(same_again) > 1
+    assert rig.cbp.metrics()["gxd/churn"] == pytest.approx(sum(age < 1.5 * 20 for age in ages) / len(ages))
+    assert rig.cbp.metrics()["gxd/churn"] > 0
 
 
 def test_of_redo_a_unit_is_young_if_it_goes_at_the_next_opportunity():

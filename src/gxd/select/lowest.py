@@ -112,7 +112,17 @@ class LowestRate(Selector):
         return not any(self.rates.values(plan))
 
     def earliest(self, plan: UnitPlan) -> tuple[int, ...]:
-        return self.maturities.values(plan)
+        """The maturity. But where resets are so rare that the first one after it finds a newborn more than half as old
+        again (a group of n units has one every ``1 / (rate n)`` steps), the age of a newborn at that reset.
+        """
+        found = []
+        for group, rate, maturity in zip(
+            plan.groups, self.rates.values(plan), self.maturities.values(plan), strict=True
+        ):
+            interval = 1 / (rate * group.size) if rate else 0.0
+            first = math.ceil(interval * math.ceil((maturity + 1) / interval)) if interval else maturity
+            found.append(first if first > 1.5 * maturity else maturity)
+        return tuple(found)
 
 
 def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
