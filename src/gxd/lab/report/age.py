@@ -240,4 +240,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
 
 if __name__ == "__main__":
     options = tyro.cli(Options, prog="python -m gxd.lab.report.age")
-    print(write(options.directories, options.out))
+    try:
+        print(write(options.directories, options.out))
+    except UserError as error:
+        raise SystemExit(f"gxd: {error}") from None

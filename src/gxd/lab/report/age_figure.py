@@ -15,11 +15,18 @@ from gxd.lab.report.evidence import panel_order
 from gxd.lab.report.figures import Picture
 
 SHOWN_RATE = 1e-3  # of the upper row
-MARKERS = {0.0: "o", 0.5: "D", 1.0: "s"}  # by the exponent
+LONG = round(1 / SHOWN_RATE)  # the maturity that is to do the same as ranking by age
+MARKERS = {
+    (0.0, PAPER_MATURITY): "o",
+    (0.5, PAPER_MATURITY): "D",
+    (1.0, PAPER_MATURITY): "s",
+    (0.0, LONG): "^",
+}
+"""(exponent, maturity) -> the mark of a rule."""
 
 
 def picture(found: Results, stream: str) -> Picture:
-    """Above: what ranking by age does to every utility at the paper's maturity. Below: accuracy by age at reset."""
+    """Above: what ranking by age, or a long maturity, does to every utility. Below: accuracy by age at reset."""
     here = {setting: reported(by_seed) for setting, by_seed in found.items() if setting.stream == stream}
     here = {setting: by_seed for setting, by_seed in here.items() if by_seed}
     panels = sorted({setting.panel for setting in here}, key=panel_order)
@@ -37,44 +44,49 @@ def picture(found: Results, stream: str) -> Picture:
             Line2D(
                 [],
                 [],
-                marker=MARKERS[exponent],
+                marker=mark,
                 color=style.MUTED,
-                markerfacecolor=style.MUTED if exponent else style.PAPER,
+                markerfacecolor=_face(exponent, maturity, style.MUTED),
                 linestyle="",
-                label=rule,
+                label=f"{RANKINGS[exponent]}, maturity {maturity}" if not exponent else RANKINGS[exponent],
             )
-            for exponent, rule in RANKINGS.items()
+            for (exponent, maturity), mark in MARKERS.items()
         ]
         handles.append(Line2D([], [], color=style.colour("backprop"), linestyle=(0, (3, 2)), label="backprop"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     counted = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     title = paper.EXPERIMENTS.get(stream, stream)
     return Picture(
         f"age-{stream}",
         f"Ranking by age, {title}",
-        f"Accuracy over the last eighth of the tasks, {counted} seed{'s' * (counted != '1')}. Above: maturity "
-        f"{PAPER_MATURITY}, rate {SHOWN_RATE:g}, bars are 95 % intervals. Below: every setting by the median age "
-        "at which its units are reset.",
+        f"Accuracy over the last eighth of the tasks, {counted} seed{'s' * (counted != '1')}. Above: rate "
+        f"{SHOWN_RATE:g}, ranked by age with maturity {PAPER_MATURITY}, bars are 95 % intervals. Below: every setting, "
+        "also of other rates and maturities, by the median age at which its units are reset.",
         figure,
         alt=f"Accuracy by utility and ranking, and against the age at reset, {title}",
     )
 
 
 def _steps(axes: Axes, here: Results, methods: Sequence[str], *, named: bool) -> None:
-    """A row per utility, a mark per ranking."""
-    shown = {s: b for s, b in here.items() if s.resets and s.maturity == PAPER_MATURITY and s.rate == SHOWN_RATE}
+    """A row per utility, a mark per rule."""
     for place, method in enumerate(methods):
-        means = {s.exponent: interval(r.accuracy for r in b.values()) for s, b in shown.items() if s.method == method}
-        for k, (exponent, mean) in enumerate(sorted(means.items())):
-            height, reach = place + 0.22 * (k - (len(means) - 1) / 2), mean.high - mean.value
+        means = {
+            (s.exponent, s.maturity): interval(r.accuracy for r in b.values())
+            for s, b in here.items()
+            if s.resets and s.method == method and s.rate == SHOWN_RATE and (s.exponent, s.maturity) in MARKERS
+        }
+        for k, ((exponent, maturity), mean) in enumerate(
+            sorted(means.items(), key=lambda item: list(MARKERS).index(item[0]))
+        ):
+            height, reach = place + 0.2 * (k - (len(means) - 1) / 2), mean.high - mean.value
             axes.errorbar(
                 100 * mean.value,
                 height,
                 xerr=100 * reach if math.isfinite(reach) else None,
                 color=style.colour(method),
-                marker=MARKERS[exponent],
+                marker=MARKERS[exponent, maturity],
                 markersize=5,
-                markerfacecolor=style.PAPER if exponent == 0 else style.colour(method),
+                markerfacecolor=_face(exponent, maturity, style.colour(method)),
                 elinewidth=1.0,
             )
     _line_of_backprop(axes, here, axes.axvline)
@@ -94,16 +106,21 @@ def _scatter(axes: Axes, here: Results, *, named: bool) -> None:
         if age.n:
             accuracy = numbers.mean(result.accuracy for result in by_seed.values())
             hue = style.colour(setting.method)
-            face = style.PAPER if setting.exponent == 0 else hue
+            longer = setting.maturity > PAPER_MATURITY and not setting.exponent
+            mark = MARKERS[setting.exponent, LONG if longer else PAPER_MATURITY]
+            face = _face(setting.exponent, setting.maturity, hue)
             place = [age.value], [100 * accuracy.value]
-            axes.plot(
-                *place, linestyle="", marker=MARKERS[setting.exponent], color=hue, markerfacecolor=face, markersize=5
-            )
+            axes.plot(*place, linestyle="", marker=mark, color=hue, markerfacecolor=face, markersize=5)
     _line_of_backprop(axes, here, axes.axhline)
     axes.set_xscale("log")  # not by churn: it is relative to the maturity, which differs here
     axes.set_xlabel("median age at reset, steps")
     if named:
         axes.set_ylabel("accuracy, %")
+
+
+def _face(exponent: float, maturity: int, hue: str) -> str:
+    """Hollow: the paper's rule."""
+    return hue if exponent or maturity > PAPER_MATURITY else style.PAPER
 
 
 def _line_of_backprop(axes: Axes, here: Results, draw: Callable[..., Any]) -> None:
