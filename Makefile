@@ -16,11 +16,12 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 LAB     := $(VENV)/.installed-lab-$(VERSION)
 STAMP   := $(VENV)/.installed-$(VERSION)
 ZOO     := $(VENV)/.installed-zoo-$(VERSION)
+DOCS    := $(VENV)/.installed-docs-$(VERSION)
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo report methods test test-slow test-zoo zoo-report golden lint types format venv clean
+.PHONY: help demo report methods docs docs-serve test test-slow test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +35,12 @@ report: $(LAB) ## our numbers beside the paper's as one page, build/report/index
 methods: $(LAB) ## what every method costs beside backprop, measured, and docs/methods.md with it: about three minutes
 	$(BIN)/gxd bench methods --json results/methods.json
 	$(BIN)/python -m gxd.lab.method_page results/methods.json docs/methods.md
+
+docs: $(DOCS) ## the site of the documentation, build/site/index.html; the notebooks are run, a warning is an error
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS) ## the same on a local port, anew after every change
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve
 
 test: lint types ## everything that must pass: lint, types, then the tests on two workers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
@@ -73,7 +80,7 @@ venv: $(STAMP) ## make or update the environment in .venv
 $(LAB): pyproject.toml constraints.txt src/gxd/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "gxd needs Python 3.10 or newer; choose one with: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@if [ -e $@ ]; then rm -f $@ $(STAMP) $(ZOO); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@if [ -e $@ ]; then rm -f $@ $(STAMP) $(ZOO) $(DOCS); else echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@echo "installing gxd[lab] with the versions of constraints.txt; the first time this takes minutes"
 	@$(PIP) hatchling
 	@$(PIP) --no-build-isolation -e '.[lab]'
@@ -89,6 +96,11 @@ $(ZOO): $(STAMP)
 	@echo "installing gxd[zoo] and timm"
 	@$(PIP) --no-build-isolation -e '.[zoo]'
 	@$(PIP) --no-deps timm
+	@touch $@
+
+$(DOCS): $(LAB)
+	@echo "installing gxd[docs]"
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 clean: ## remove the environment, caches and build products

@@ -1,4 +1,4 @@
-"""The lines of docs/frameworks.md run as they stand."""
+"""The lines of docs/frameworks/ run as they stand."""
 
 import copy
 import re
@@ -12,12 +12,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import gxd
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (32,), generator=torch.Generator().manual_seed(1))
 
@@ -25,7 +28,8 @@ Y = torch.randint(0, 3, (32,), generator=torch.Generator().manual_seed(1))
 def sections() -> dict[str, str]:
     """Title -> all its blocks of Python, one after the other."""
     found = {}
-    for section in PAGE.read_text().split("\n## ")[1:]:
+    text = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+    for section in re.split(r"^##? ", text, flags=re.M)[1:]:
         title, _, text = section.partition("\n")
         if blocks := re.findall(r"```python\n(.*?)```", text, re.S):
             found[title] = "\n".join(blocks)
@@ -44,7 +48,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def run(title: str, names: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(folder)
     names = {"gxd": gxd, "torch": torch, "F": F, "copy": copy, "x": X, "y": Y, "__name__": "page", **names}
-    exec(compile(BLOCKS[title], f"{PAGE.name}: {title}", "exec"), names)
+    exec(compile(BLOCKS[title], f"docs/frameworks: {title}", "exec"), names)
     return names
 
 
@@ -148,6 +152,18 @@ def test_agents_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_target_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names = run("Target networks and averages of the weights", with_model(), tmp_path, monkeypatch)
     assert len(names["cbp"]._listeners) == 2
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        names = run("FSDP2", {"model": make()[0], "fully_shard": fully_shard}, tmp_path, monkeypatch)
+        train(names["model"], names["optimizer"], names["cbp"])
+        assert isinstance(names["model"][0].weight, DTensor) and names["cbp"]._parts[0].units.step == 8
+        names["cbp"].close()
+    finally:
+        dist.destroy_process_group()
 
 
 def train(model: Any, optimizer: Any, cbp: Any) -> float:
