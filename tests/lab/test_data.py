@@ -1,6 +1,7 @@
 """Data files: reading them, and never trusting them."""
 
 import gzip
+import hashlib
 import os
 import pickle
 import struct
@@ -192,6 +193,20 @@ def test_a_label_that_no_class_has_is_damage(tmp_path, monkeypatch):
         UserError, match=r"train-labels.* a label 200, but the classes are 0 to 9.*`gxd data fetch mnist`"
     ):
         data.mnist(tmp_path)
+
+
+def test_the_digits_that_come_along_are_those_that_all_committed_results_were_trained_on():
+    """They came from scikit-learn's load_digits, divided as they are now."""
+    found = data.digits()
+    tensors = (found.train_images, found.train_labels, found.test_images, found.test_labels)
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == [
+        ((1440, 64), torch.uint8),
+        ((1440,), torch.int64),
+        ((357, 64), torch.uint8),
+        ((357,), torch.int64),
+    ]
+    content = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors))
+    assert content.hexdigest() == "b19970fccfa140f25391429ca2b9259d1956e63420542db9d91aa1a6d2240063"
 
 
 def test_the_data_directory_is_the_argument_then_the_environment_then_the_cache(tmp_path, monkeypatch):

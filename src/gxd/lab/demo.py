@@ -65,7 +65,7 @@ VISIBLE = 0.05  # of accuracy: less is not called a loss
 class Options:
     """Watch plain backprop lose plasticity, and the right resets keep it. Needs no data and no network.
 
-    Five methods learn the same sequence of tasks: scikit-learn's digits, with the pixels permuted anew for each task. A
+    Five methods learn the same sequence of tasks: 8x8 digits, with the pixels permuted anew for each task. A
     second `gxd demo` shows what the first one left, or goes on where it was stopped.
     """
 
