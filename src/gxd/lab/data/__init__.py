@@ -1,6 +1,6 @@
 """The data sets: 1,797 small digits, MNIST, CIFAR-100. Reading, fetching and verifying their files.
 
-Files lie where torchvision puts them: ``MNIST/raw/*-ubyte`` (or ``.gz``), ``cifar-100-python/{train,test}`` or
+Files lie as their archives unpack: ``MNIST/raw/*-ubyte`` (or ``.gz``; where torchvision puts them) and
 ``cifar-100-binary/{train,test}.bin``, all in one directory: ``--data-dir``, else ``GXD_DATA``, else
 ``~/.cache/gxd/data``, which is the same from wherever a command is started.
 """
@@ -102,9 +102,10 @@ def cifar100(data_dir: str | Path | None = None) -> Dataset:
     root, remedy = directory(data_dir), _remedy("cifar100")
     parts: list[tuple[Tensor, Tensor]] = []
     for part, examples in (("train", 50_000), ("test", 10_000)):
-        binary = root / "cifar-100-binary" / f"{part}.bin"
-        path = _first([binary, root / "cifar-100-python" / part], "CIFAR-100", root, remedy)
-        images, labels = (cifar.read_binary if path == binary else cifar.read_python)(path, remedy)
+        path = root / "cifar-100-binary" / f"{part}.bin"
+        if not path.is_file() and (root / "cifar-100-python").is_dir():
+            raise UserError(f"{root} has cifar-100-python, a pickle, which is not read, but no {path.name}{remedy}")
+        images, labels = cifar.read(_first([path], "CIFAR-100", root, remedy), remedy)
         if len(images) != examples:
             raise UserError(f"{path} has {len(images)} images, not {examples}{remedy}")
         parts.append((images, labels))
