@@ -25,7 +25,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 .PHONY: help demo report methods test test-slow test-matrix test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(LAB) ## watch backprop lose its plasticity, and the right resets keep it: about 90 seconds on two cores
 	$(BIN)/gxd demo

@@ -14,6 +14,7 @@ import nox
 
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "venv"
+nox.options.download_python = "never"
 
 # Nothing is written twice: Pythons are the classifiers of pyproject.toml, the oldest torch is its requirement, and the
 # newest the one of constraints.txt, with which everything else is tested, too.
