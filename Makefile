@@ -2,6 +2,7 @@
 #     make test PYTHON=python3.12     another interpreter (the environment is rebuilt for it)
 #     make test PYTEST_ARGS='-k relu -x'
 #     make golden BASE=main CASES='resnet compiled'
+#     make test-matrix NOX_ARGS='-p 3.11 -- tests/reset'
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -9,6 +10,7 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 BASE        ?= f3a698c
 CASES       ?=
+NOX_ARGS    ?=
 
 BIN     := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -21,10 +23,10 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo report methods docs docs-serve test test-slow test-zoo zoo-report golden lint types format venv clean
+.PHONY: help demo report methods docs docs-serve test test-slow test-matrix test-zoo zoo-report golden lint types format venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(LAB) ## watch backprop lose its plasticity, and the right resets keep it: about 90 seconds on two cores
 	$(BIN)/gxd demo
@@ -47,6 +49,9 @@ test: lint types ## everything that must pass: lint, types, then the tests on tw
 
 test-slow: $(STAMP) ## the tests that test leaves out: several processes, compilers, a cluster on this machine
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+test-matrix: $(STAMP) ## the tests with the oldest and the newest Python and torch, each in an environment of its own (noxfile.py)
+	$(BIN)/nox $(NOX_ARGS)
 
 test-zoo: $(ZOO) ## slow, not part of test: 60 models of timm and 60 of Hugging Face, each plan proved on the model
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --show-capture=no tests/model_zoo/suite.py $(PYTEST_ARGS)
@@ -104,5 +109,5 @@ $(DOCS): $(LAB)
 	@touch $@
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) gxd-demo zoo-coverage.csv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) gxd-demo zoo-coverage.csv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .nox
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["gxd.lab.run", "sklearn.datasets"])
+WARM.set_forkserver_preload(["gxd.lab.run"])
 
 
 def run_script(source: str, directory: Path, *args: object, timeout: float = 240) -> tuple[int | None, str]:

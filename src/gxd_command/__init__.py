@@ -1,7 +1,8 @@
 """The command ``gxd``: an overview, and a subcommand for each experiment, imported when it is called.
 
 Outside the package ``gxd``, whose import brings torch: ``gxd --help`` answers at once, and Ctrl-C is one line from the
-start.
+start. It cannot be inside: a ``gxd`` that imports lazily would lose its functions ``gxd.methods`` and ``gxd.diagnose``
+as soon as anything imports from the packages of the same name, for Python then binds these in their place.
 """
 
 from __future__ import annotations

@@ -14,12 +14,11 @@ from scipy import stats
 
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
-from gxd.lab.grid import load
+from gxd.lab.grid import SWEEPS, load
 from gxd.lab.report import age, digest
 from gxd.lab.report.age_results import CHOOSING, Result, Setting
 from gxd.lab.report.age_results import results as by_setting
 
-SWEEPS = Path(__file__).parents[2] / "sweeps"
 BY_AGE = {"ranking": "age", "exponent": 1.0}
 TASKS = 16  # an eighth of it is two tasks
 

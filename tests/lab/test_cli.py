@@ -186,27 +186,33 @@ def test_control_c_is_one_line_while_torch_is_imported(tmp_path) -> None:
 # --- without torch ----------------------------------------------------------------------------------------------------
 
 
-def bare(*argv: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
     """The command on a Python that has its own library and gxd, and nothing else."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(gxd_command.__file__).parents[1])}
-    return subprocess.run([sys.executable, "-S", "-c", COMMAND, *argv], env=environment, capture_output=True, text=True)
+    alone = tmp_path_factory.mktemp("alone")
+    for package in (gxd, gxd_command):  # where they are installed, torch may lie beside them
+        (alone / package.__name__).symlink_to(Path(package.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": str(alone)}
+    return lambda *argv: subprocess.run(
+        [sys.executable, "-S", "-c", COMMAND, *argv], env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-def test_the_overview_lists_every_command_and_needs_no_torch(argv) -> None:
+def test_the_overview_lists_every_command_and_needs_no_torch(argv, bare) -> None:
     ended = bare(*argv)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert [line.split()[0] for line in ended.stdout.splitlines() if line.startswith("  ")] == list(COMMANDS)
 
 
-def test_the_version_and_a_wrong_command_need_no_torch() -> None:
+def test_the_version_and_a_wrong_command_need_no_torch(bare) -> None:
     ended = bare("--version")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"gxd {gxd.__version__}\n", "")
     ended = bare("benhc")
     assert (ended.returncode, ended.stdout) == (2, "") and "Did you mean 'bench'?" in ended.stderr
 
 
-def test_a_command_that_needs_torch_says_so_where_there_is_none() -> None:
+def test_a_command_that_needs_torch_says_so_where_there_is_none(bare) -> None:
     ended = bare("bench")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == f"gxd: no module named 'torch': {gxd_command.EXTRA}\n"

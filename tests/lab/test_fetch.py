@@ -282,9 +282,7 @@ def test_a_second_process_is_kept_away(server, tmp_path):
 @pytest.fixture
 def small(server, monkeypatch):
     source, digits = sources(server)
-    other = fetch.Source("python", server.url, (fetch.Archive("p.tar.gz", "", MD5, {"python/train": MD5}),))
-    table = {"mnist": {"idx": digits}, "cifar100": {"binary": source, "python": other}}
-    monkeypatch.setattr(fetch, "SOURCES", table)
+    monkeypatch.setattr(fetch, "SOURCES", {"mnist": digits, "cifar100": source})
     return server
 
 
@@ -299,8 +297,6 @@ def test_the_command_fetches_and_verifies(small, tmp_path, capsys):
     assert f"small is in {tmp_path}" in capsys.readouterr().out
     assert cli.main(["data", "verify", "cifar100", *where]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"ok      {tmp_path}/small/train.bin"
-    assert cli.main(["data", "verify", "cifar100", "--layout", "python", *where]) == 2
-    assert "1 file is wrong or missing: `gxd data fetch cifar100 --layout python" in capsys.readouterr().err
     (tmp_path / "small" / "train.bin").write_bytes(b"x")
     assert cli.main(["data", "verify", "cifar100", *where]) == 2
     said = capsys.readouterr()
@@ -327,9 +323,7 @@ def test_a_mirror_is_used_when_named(small, tmp_path, monkeypatch):
             ["fetch", "mnist", "--data-dir", "/dev/null"],
             "cannot write to /dev/null (File exists): choose another place",
         ),
-        (["fetch", "mnist", "--layout", "python"], "--layout python: mnist has only one layout"),
         (["fetch", "mnist", "--url", "http://127.0.0.1:1/"], "cannot fetch"),
-        (["fetch", "cifar100", "--layout", "python"], "p.tar.gz answers 404"),
     ],
 )
 def test_a_mistake_gets_one_line(small, tmp_path, capsys, monkeypatch, argv, words):

@@ -19,7 +19,7 @@ import gxd
 from gxd.lab import methods, workers
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import slow_regression
-from gxd.lab.leaderboard import command, work
+from gxd.lab.leaderboard import cli, command, work
 from gxd.lab.leaderboard.board import average_ranks
 from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol, Track
@@ -260,6 +260,34 @@ def test_a_copy_without_the_runs_is_the_same_board(board, capsys):
     assert command(["show", str(board)], SMALL) == 0
     assert rows(board) == before
     assert "| gxd |" in capsys.readouterr().out
+
+
+def test_without_a_checkout_the_board_that_came_with_gxd_is_shown_and_added_to_and_never_written_to(
+    own, board, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(cli, "SHIPPED", board)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    before = {path: path.stat().st_mtime_ns for path in [board, *board.iterdir()]}
+    assert command(["show"], SMALL) == 0
+    assert "| gxd |" in capsys.readouterr().out and not list(empty.iterdir())
+    assert command(["add", str(own(FINE)), "--streams", "digits"], SMALL) == 0
+    assert "digits: mine is" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in [board, *board.iterdir()]} == before
+    shutil.copytree(board, empty / "results" / "leaderboard")
+    assert command(["show"], SMALL) == 0  # of a checkout, its own counts
+    assert "results/leaderboard/board.html is the page" in capsys.readouterr().out
+
+
+def test_where_there_is_no_board_at_all_a_line_says_how_to_make_one(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "SHIPPED", tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
+    for args in (["show"], ["add", str(own(FINE))]):
+        with pytest.raises(UserError, match=r"no board in results/leaderboard.*gxd leaderboard run.*runs/leaderboard"):
+            command(args, SMALL)
 
 
 def test_a_directory_of_another_protocol_is_refused_and_left_alone(board):

@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from scipy import stats
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -171,15 +172,22 @@ def accuracies(directory: Path) -> list[float]:
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
-def test_wilson_gives_the_textbook_interval_and_is_honest_at_zero():
-    assert numbers.wilson(0, 10) == pytest.approx((0.0, 0.0, 0.27753), abs=1e-4)
-    assert numbers.wilson(3, 5) == pytest.approx((0.6, 0.23072, 0.88238), abs=1e-4)
+@pytest.mark.parametrize(("count", "n"), [(0, 10), (3, 5), (1, 1), (19, 20), (400, 1000)])
+def test_the_interval_of_a_rate_is_that_of_scipy(count, n):
+    low, high = stats.binomtest(count, n).proportion_ci(method="wilson")
+    assert numbers.wilson(count, n) == pytest.approx((count / n, low, high))
+
+
+def test_of_nothing_the_rate_can_be_anything():
     assert numbers.wilson(0, 0)[1:] == (0.0, 1.0)
 
 
 def test_a_paired_difference_uses_the_pairs_and_one_pair_has_no_interval():
     far = numbers.paired([0.1, 0.5, 0.9], [0.0, 0.4, 0.8])
     assert far == pytest.approx((0.1, 0.1, 0.1))
+    ours, theirs = [0.3, 0.5, 0.8, 0.7], [0.2, 0.6, 0.5, 0.4]
+    low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    assert numbers.paired(ours, theirs) == pytest.approx((0.15, low, high))
     assert numbers.paired([1.0], [0.0]) == (1.0, -math.inf, math.inf)
 
 

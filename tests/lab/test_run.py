@@ -154,7 +154,6 @@ def survive(script, directory, *args) -> None:
     head = f"""
         import os, random, shutil, signal, sys, time
         from pathlib import Path
-        import sklearn.datasets
         from gxd.lab import store
         from gxd.lab.experiments.permuted_digits import PermutedDigits
         from gxd.lab.run import train

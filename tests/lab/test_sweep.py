@@ -24,7 +24,7 @@ from gxd.lab import cluster, run, workers
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
 from gxd.lab.experiments.permuted_digits import PermutedDigits
-from gxd.lab.grid import load
+from gxd.lab.grid import SWEEPS, find, load, sweeps
 from gxd.lab.progress import Board, Progress
 from gxd.lab.selection import final_runs, final_value, select, selection_table, write_selection
 from gxd.lab.sweep import command_line
@@ -34,7 +34,6 @@ from tests.processes import WARM
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
-SWEEPS = Path(__file__).parents[2] / "sweeps"
 SMALL = {"tasks": 3, "epochs": 1, "width": 8, "depth": 1}
 FILE = """
 experiment = "permuted-digits"
@@ -87,6 +86,19 @@ def test_the_sweep_files_that_come_along_are_sound(file: Path) -> None:
     if sweep.final is not None:
         final = len({tuple(c.get(n) for n in sweep.final.per) for c in sweep.cells}) * len(sweep.final.seeds)
     assert said == {len(sweep.cells) * len(sweep.seeds), final} - {0}, "the numbers in the comment"
+
+
+def test_a_sweep_that_comes_with_gxd_is_found_by_its_name_but_a_file_of_that_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", "questions", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("runs: 320 runs, 0 done, 320 missing, in runs/questions\n")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "questions").mkdir()
+    assert all(find(name) == SWEEPS / f"{name}.toml" for name in sweeps())
+    (tmp_path / "cifar100").write_text(FILE)
+    assert find("cifar100") == Path("cifar100")
 
 
 def test_the_paper_s_grid_is_the_paper_s() -> None:
@@ -143,7 +155,9 @@ def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere.toml"], "nowhere.toml is not a file"),
+        (["nowhere.toml"], "nowhere.toml is not a file: give a sweep file, or one that comes with gxd: age-digits"),
+        (["sweeps/permuted-digits"], "sweeps/permuted-digits is not a file"),
+        (["permuted-digit"], "unknown sweep 'permuted-digit'. Did you mean 'permuted-digits'?"),
         (["{file}", "--jobs", "0"], "--jobs 0 must be 1 or more"),
         (["{file}", "--retries", "-1"], "--retries -1 must be 0 or more"),
         (["{file}", "--gpus", "1"], "goes with --ray"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from itertools import groupby
 from typing import Any, TypeVar
 
 import tyro
+from rich.text import Text
 
 from gxd.lab.errors import UserError
 
 T = TypeVar("T")
+EDGES = "│╭╮╰╯ \t"
 
 
 def parse(what: Callable[..., T], argv: list[str], prog: str, **options: Any) -> T:
@@ -28,12 +30,14 @@ def parse(what: Callable[..., T], argv: list[str], prog: str, **options: Any) ->
 
 
 def _one_line(box: str) -> str:
-    """The first paragraph of what tyro prints, and the options it suggests."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│╭╮╰╯ \t") for line in box.strip().splitlines()]
-    lines = ["" if not line.strip("-─") else line for line in lines]  # rules; boxes are drawn in ASCII where need be
-    paragraphs = [part.split("\n") for part in re.split(r"\n{2,}", "\n".join(lines[1:]).strip())]  # without the title
-    message = " ".join(" ".join(paragraphs[0]).split()).rstrip(".")
-    near = [line for part in paragraphs[1:] for line in part if line.startswith("--")]
+    """The first paragraph of what tyro prints, and the option it suggests. (That it prints is all that is public:
+    its events are marked as private, and may change with any release.)
+    """
+    lines = [line.strip(EDGES) for line in Text.from_ansi(box).plain.splitlines()[1:]]  # without the title
+    lines = ["" if not line.strip("-─") else line for line in lines]  # a rule ends a paragraph, as an empty line does
+    first, *rest = [list(part) for filled, part in groupby(lines, bool) if filled]
+    message = " ".join(first).rstrip(".")
+    near = [line.replace(",", " ").split()[0] for part in rest for line in part if line.startswith("--")]
     if "Unrecognized options" in message and near:
-        return f"{message}. Did you mean {re.split(r'[ ,]', near[0])[0]}?"
+        return f"{message}. Did you mean {near[0]}?"
     return f"{message}."

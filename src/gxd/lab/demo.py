@@ -17,7 +17,7 @@ churn, the share of resets that hit a unit younger than 1.5 times the maturity:
 
 The setting was found on seeds 0 and 1, by how far backprop falls; the number of tasks is what the time allows. Ranked
 by age (exponent 1/2) GXD ends above GXD, and random resets are the best: so it is with tanh, and no rule for other
-activations, which ``sweeps/age-digits.toml`` has. On seeds 0-2 with 80 tasks backprop ends at .19-.48 (last ten tasks).
+activations, which the sweep ``age-digits`` has. On seeds 0-2 with 80 tasks backprop ends at .19-.48 (last ten tasks).
 
 The 15 runs took 176 seconds of CPU time on a busy machine, 88 on each of two cores. Tried before, over the last eighth
 of 80 to 100 tasks: the default network (4 layers of 64) with tanh at learning rates 0.1, 0.15, 0.2, 0.25, backprop .87,
@@ -65,7 +65,7 @@ VISIBLE = 0.05  # of accuracy: less is not called a loss
 class Options:
     """Watch plain backprop lose plasticity, and the right resets keep it. Needs no data and no network.
 
-    Five methods learn the same sequence of tasks: scikit-learn's digits, with the pixels permuted anew for each task. A
+    Five methods learn the same sequence of tasks: 8x8 digits, with the pixels permuted anew for each task. A
     second `gxd demo` shows what the first one left, or goes on where it was stopped.
     """
 

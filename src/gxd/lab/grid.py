@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gxd.lab.config import check_range
+from gxd.lab.config import check_name, check_range
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment, experiment
 from gxd.lab.workers import Job
@@ -37,6 +37,7 @@ else:
     import tomli as tomllib
 
 Values = dict[str, Any]
+SWEEPS = Path(__file__).parent / "sweeps"
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,26 @@ class Sweep:
         return Job(" ".join([label, *(f"{n} {short(getattr(full, n))}" for n in rest), f"seed {seed}"]), config)
 
 
+def sweeps() -> list[str]:
+    """The names of the sweeps that come with gxd."""
+    return sorted(file.stem for file in SWEEPS.glob("*.toml"))
+
+
+def find(name: str) -> Path:
+    """The file of that name, else the sweep of that name that comes with gxd."""
+    file = Path(name)
+    if file.exists() and not file.is_dir():  # also a pipe
+        return file
+    if file.name != name or file.suffix:
+        raise UserError(f"{name} is not a file: give a sweep file, or one that comes with gxd: {', '.join(sweeps())}")
+    check_name(name, sweeps(), "sweep")
+    return SWEEPS / f"{name}.toml"
+
+
 def load(file: Path) -> Sweep:
     """Read a sweep file and check every key and every value of it."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise UserError(f"{file} is not a file: give a sweep file, such as those in sweeps/") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not TOML: {error}") from error
     try:

@@ -1,4 +1,4 @@
-"""``gxd sweep FILE``: a grid of runs, and the best setting of each method on fresh seeds.
+"""``gxd sweep FILE`` or ``NAME``: a grid of runs, and the best setting of each method on fresh seeds.
 
 The file is described in :mod:`gxd.lab.grid`, what "best" means in :mod:`gxd.lab.selection`. Only what is missing is
 run.
@@ -6,13 +6,14 @@ run.
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -20,7 +21,7 @@ from gxd.lab import cluster, workers
 from gxd.lab.arguments import parse
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
-from gxd.lab.grid import Sweep, load, short
+from gxd.lab.grid import Sweep, find, load, short, sweeps
 from gxd.lab.progress import Board, clock
 from gxd.lab.selection import final_runs, select, selection_table, write_selection
 from gxd.lab.workers import Outcome, settled, status_of
@@ -35,8 +36,8 @@ class Options:
     Only what is missing is run: the same command again goes on where it stopped.
     """
 
-    file: tyro.conf.Positional[Path]
-    """The sweep file; sweeps/ has examples."""
+    sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|NAME")]
+    """A sweep file, or the name of one that comes with gxd."""
     out: Path = Path("runs")
     """Where run directories go. With --ray, on a file system that all nodes share."""
     jobs: int | None = None
@@ -54,15 +55,16 @@ class Options:
 
 
 def command(argv: list[str]) -> int:
-    """``gxd sweep FILE ...``."""
-    options = parse(Options, argv, "gxd sweep")
+    """``gxd sweep FILE|NAME ...``."""
+    about = f"{inspect.getdoc(Options)}\n\nSweeps that come with gxd: {', '.join(sweeps())}."
+    options = parse(Options, argv, "gxd sweep", description=about)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} must be 1 or more")
     if options.retries < 0:
         raise UserError(f"--retries {options.retries} must be 0 or more")
     if options.gpus < 0 or (options.gpus and options.ray is None):
         raise UserError(f"--gpus {options.gpus:g} must be 0 or more, and goes with --ray")
-    sweep = load(options.file)
+    sweep = load(find(options.sweep))
     if options.dry_run:
         print(_plan(sweep, options))
         return 0

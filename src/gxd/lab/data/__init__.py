@@ -1,6 +1,6 @@
-"""The data sets: scikit-learn's digits, MNIST, CIFAR-100. Reading, fetching and verifying their files.
+"""The data sets: 1,797 small digits, MNIST, CIFAR-100. Reading, fetching and verifying their files.
 
-Files lie where torchvision puts them: ``MNIST/raw/*-ubyte`` (or ``.gz``), ``cifar-100-python/{train,test}`` or
+Files lie as their archives unpack: ``MNIST/raw/*-ubyte`` (or ``.gz``; where torchvision puts them) and
 ``cifar-100-binary/{train,test}.bin``, all in one directory: ``--data-dir``, else ``GXD_DATA``, else
 ``~/.cache/gxd/data``, which is the same from wherever a command is started.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -56,15 +58,15 @@ def directory(data_dir: str | Path | None = None) -> Path:
 
 
 def digits() -> Dataset:
-    """scikit-learn's 8x8 digits, 1440 for training and 357 for testing; part of that package, so never fetched.
+    """8x8 digits, 1440 for training and 357 for testing; they come with gxd, so they are never fetched.
 
+    The test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine Learning
+    Repository, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn has as ``load_digits``.
     Image ``i`` is a test image if ``i * 1111 mod 1797`` is 1440 or more: spread evenly over the writers, who follow
     each other in the file, and the same for every seed and version.
     """
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    images, classes = torch.from_numpy(pixels).to(torch.uint8), torch.from_numpy(labels).long()
+    with (files(__name__) / "digits.npz").open("rb") as file, numpy.load(file, allow_pickle=False) as arrays:
+        images, classes = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"]).long()
     test = torch.arange(1797) * 1111 % 1797 >= 1440
     return Dataset(images[~test], classes[~test], images[test], classes[test], classes=10, full=16)
 
@@ -100,9 +102,10 @@ def cifar100(data_dir: str | Path | None = None) -> Dataset:
     root, remedy = directory(data_dir), _remedy("cifar100")
     parts: list[tuple[Tensor, Tensor]] = []
     for part, examples in (("train", 50_000), ("test", 10_000)):
-        binary = root / "cifar-100-binary" / f"{part}.bin"
-        path = _first([binary, root / "cifar-100-python" / part], "CIFAR-100", root, remedy)
-        images, labels = (cifar.read_binary if path == binary else cifar.read_python)(path, remedy)
+        path = root / "cifar-100-binary" / f"{part}.bin"
+        if not path.is_file() and (root / "cifar-100-python").is_dir():
+            raise UserError(f"{root} has cifar-100-python, a pickle, which is not read, but no {path.name}{remedy}")
+        images, labels = cifar.read(_first([path], "CIFAR-100", root, remedy), remedy)
         if len(images) != examples:
             raise UserError(f"{path} has {len(images)} images, not {examples}{remedy}")
         parts.append((images, labels))

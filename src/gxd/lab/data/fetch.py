@@ -59,7 +59,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set in one layout: where its files come from."""
+    """A data set: where its files come from."""
 
     title: str
     url: str
@@ -96,10 +96,9 @@ MNIST = Source(
         ),
     ),
 )
-_TORONTO = "https://www.cs.toronto.edu/~kriz/"
-CIFAR_BINARY = Source(
-    "CIFAR-100 (binary layout)",
-    _TORONTO,
+CIFAR100 = Source(
+    "CIFAR-100",
+    "https://www.cs.toronto.edu/~kriz/",
     (
         Archive(
             "cifar-100-binary.tar.gz",
@@ -112,27 +111,7 @@ CIFAR_BINARY = Source(
         ),
     ),
 )
-CIFAR_PYTHON = Source(
-    "CIFAR-100 (python layout)",
-    _TORONTO,
-    (
-        Archive(
-            "cifar-100-python.tar.gz",
-            "",
-            "md5:eb9058c3a382ffc7106e4002c42a8d85",
-            {
-                "cifar-100-python/train": "md5:16019d7e3df5f24257cddd939b257f8d",
-                "cifar-100-python/test": "md5:f0ef6b0ae62326f3e7ffdfab6717acfc",
-                "cifar-100-python/meta": "md5:7973b15100ade9c7d40fb424638fde48",
-            },
-        ),
-    ),
-)
-SOURCES: dict[str, dict[str, Source]] = {
-    "mnist": {"idx": MNIST},
-    "cifar100": {"binary": CIFAR_BINARY, "python": CIFAR_PYTHON},
-}
-"""Data set -> layout -> source; the first layout is the one that is fetched by default."""
+SOURCES = {"mnist": MNIST, "cifar100": CIFAR100}
 
 Watch = Callable[[str, int, int | None], None]  # name, bytes so far, bytes in all if known
 
@@ -345,9 +324,7 @@ class Options:
     dataset: Annotated[Literal["mnist", "cifar100"], tyro.conf.Positional]
     """Which data set."""
     data_dir: Path | None = None
-    """Where the data lie, as torchvision lays them out. Default: GXD_DATA, else ~/.cache/gxd/data."""
-    layout: Literal["binary", "python"] | None = None
-    """Of CIFAR-100: binary (default) or python, the one that torchvision reads."""
+    """Where the data lie. Default: GXD_DATA, else ~/.cache/gxd/data."""
     url: str | None = None
     """Base address to fetch from. Default: GXD_MIRROR, else the official one."""
 
@@ -355,29 +332,21 @@ class Options:
 def command(argv: list[str]) -> int:
     """``gxd data fetch|verify mnist|cifar100``."""
     options = parse(Options, argv or ["--help"], "gxd data")
-    layouts, root = SOURCES[options.dataset], directory(options.data_dir)
-    if options.layout is not None and options.layout not in layouts:
-        raise UserError(f"--layout {options.layout}: {options.dataset} has only one layout")
+    source, root = SOURCES[options.dataset], directory(options.data_dir)
     if options.action == "fetch":
-        source = layouts[options.layout] if options.layout else next(iter(layouts.values()))
         with _bars() as watch:
             fetch(source, root, options.url, watch)
         print(f"{source.title} is in {root}; all checksums are right")
         return 0
-    found = {layout: verify(layouts[layout], root) for layout in ([options.layout] if options.layout else layouts)}
-    # Without a layout named, those of which there is anything count; any one will do for the experiments.
-    there = [layout for layout, states in found.items() if set(states.values()) != {"missing"}]
-    for layout in there or list(found)[:1]:
-        for name, state in found[layout].items():
-            print(f"{state:8s}{root / name}")
-    for layout in there or list(found)[:1]:
-        bad = sum(state != "ok" for state in found[layout].values())
-        if bad:
-            words = ["gxd", "data", "fetch", options.dataset]
-            words += ["--layout", layout] if layout != next(iter(layouts)) else []
-            words += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
-            are = "file is" if bad == 1 else "files are"
-            raise UserError(f"{bad} {are} wrong or missing: `{shlex.join(words)}` puts that right")
+    found = verify(source, root)
+    for name, state in found.items():
+        print(f"{state:8s}{root / name}")
+    bad = sum(state != "ok" for state in found.values())
+    if bad:
+        words = ["gxd", "data", "fetch", options.dataset]
+        words += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
+        are = "file is" if bad == 1 else "files are"
+        raise UserError(f"{bad} {are} wrong or missing: `{shlex.join(words)}` puts that right")
     return 0
 
 

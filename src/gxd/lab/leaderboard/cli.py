@@ -21,13 +21,14 @@ from gxd.lab.leaderboard.board import Board, make_board
 from gxd.lab.leaderboard.entries import DEFAULTS, Entry, Setting, entries
 from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol
-from gxd.lab.leaderboard.records import read_digest, write_digest
+from gxd.lab.leaderboard.records import Records, read_digest, write_digest
 from gxd.lab.leaderboard.timing import read_times
 from gxd.lab.store import read_json, write_json
 
 V = TypeVar("V")
 OWN = "own.json"
 COMMITTED = Path("results/leaderboard")
+SHIPPED = Path(__file__).parent / "board"  # where the build puts a copy of it
 USAGE = """usage: gxd leaderboard run | show | add ...
 
   run    do the runs of the board that are missing
@@ -59,8 +60,9 @@ class RunOptions:
 class ShowOptions:
     """The board of a directory: as a table here, and in it as board.csv, ranks.csv, board.md and board.html."""
 
-    directory: tyro.conf.Positional[Path] = COMMITTED
-    """Where `gxd leaderboard run` put it, or a copy without the runs themselves."""
+    directory: tyro.conf.Positional[Path | None] = None
+    """Where `gxd leaderboard run` put it, or a copy without the runs themselves. Default: results/leaderboard, else the
+    board that came with gxd, which is only printed."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class AddOptions:
     """In place of GRID: settings of the method, each OPTION=VALUE,OPTION=VALUE, as in --grid strength=0.1 strength=1"""
     streams: tuple[str, ...] = ()
     """Only these streams. Default: all."""
-    board: Path = COMMITTED
-    """The board to place it on."""
+    board: Path | None = None
+    """The board to place it on. Default: results/leaderboard, else the one that came with gxd."""
     out: Path = Path("runs/leaderboard-mine")
     """Where its runs go, and the board with it."""
     workers: int | None = None
@@ -118,16 +120,40 @@ def _run(options: RunOptions, protocol: Protocol) -> int:
 
 
 def _show(options: ShowOptions, protocol: Protocol) -> int:
-    if not options.directory.is_dir() or not work.check_protocol(options.directory, protocol):
-        raise UserError(f"{options.directory} is no leaderboard: make one with gxd leaderboard run --out DIR")
-    board = publish(options.directory, protocol)
-    print(output.markdown(board, protocol))
-    print(f"{options.directory / output.PAGE} is the page")
+    directory = _found(options.directory, protocol)
+    if directory == SHIPPED:  # an installed package is not written to
+        print(output.markdown(_read(directory, protocol)[0], protocol))
+        return 0
+    print(output.markdown(publish(directory, protocol), protocol))
+    print(f"{directory / output.PAGE} is the page")
     return 0
 
 
+def _found(named: Path | None, protocol: Protocol) -> Path:
+    """The board that was named, else that of the checkout that we are in, else the one that came with gxd."""
+    directory = named or next((place for place in (COMMITTED, SHIPPED) if place.is_dir()), None)
+    if directory is None:
+        raise UserError(
+            f"there is no board in {COMMITTED}, and none came with this gxd: make one with gxd leaderboard run, and "
+            f"name its directory, {RunOptions.out} unless you choose another"
+        )
+    if not directory.is_dir() or not work.check_protocol(directory, protocol):
+        raise UserError(f"{directory} is no leaderboard: make one with gxd leaderboard run --out DIR")
+    return directory
+
+
 def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None) -> Board:
-    """Write the board of a directory beside its runs. Returns it.
+    """Write the board of a directory beside its runs. Returns it."""
+    board, records = _read(out, protocol, extra, base)
+    write_digest(out, records.values())
+    output.write(board, protocol, out)
+    return board
+
+
+def _read(
+    out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None
+) -> tuple[Board, Records]:
+    """The board of a directory, and all that is known of its runs.
 
     Args:
         extra: entries of the user's own.
@@ -142,10 +168,7 @@ def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Pa
         times, objections = _joined(read_times(base), times), _joined(work.read_objections(base), objections)
     # A copy without the runs has the digest alone; of a run that is in both, its directory counts.
     records = work.collect(every, out, known)
-    write_digest(out, records.values())
-    board = make_board(every, records, times, objections)
-    output.write(board, protocol, out)
-    return board
+    return make_board(every, records, times, objections), records
 
 
 def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dict[str, dict[str, V]]:
@@ -153,8 +176,7 @@ def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dic
 
 
 def _add(options: AddOptions, protocol: Protocol) -> int:
-    if not options.board.is_dir() or not work.check_protocol(options.board, protocol):
-        raise UserError(f"{options.board} is no leaderboard to add to: name one with --board")
+    base = _found(options.board, protocol)
     before = dict(gxd.methods())
     module = methods.load(options.file)
     new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
@@ -172,7 +194,7 @@ def _add(options: AddOptions, protocol: Protocol) -> int:
     means = _means(options.workers, options.ray, (options.file.absolute(),))
     _claim_method(options, new, protocol)
     wrong = work.do(chosen, options.out, means)
-    board = publish(options.out, protocol, added, options.board)
+    board = publish(options.out, protocol, added, base)
     for place in chosen:
         print(output.placed(board, place.track, place.entry.name))
     placed = any(row.rank is not None for row in board.rows if row.method in new)

@@ -1,7 +1,7 @@
 """The page of the age study: is newborn churn what makes utilities fail, and which rule mends it?
 
-``python -m gxd.lab.report.age RUNS... --out docs/age`` reads the runs of ``sweeps/age-digits.toml`` and
-``sweeps/age-mnist.toml``, as far as they are, and writes ``index.html``, a figure per stream, and the tables.
+``python -m gxd.lab.report.age RUNS... --out docs/age`` reads the runs of the sweeps ``age-digits`` and
+``age-mnist``, as far as they are, and writes ``index.html``, a figure per stream, and the tables.
 """
 
 from __future__ import annotations

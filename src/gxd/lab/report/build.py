@@ -25,7 +25,7 @@ LEAD = (
 ABOUT = {
     "permuted-mnist": "The paper's plasticity experiment: MNIST with its pixels permuted anew for every task. "
     "The paper shows curves and prints no numbers.",
-    "permuted-digits": "Ours, after the paper's Permuted MNIST: the 8×8 digits of scikit-learn and a small network. "
+    "permuted-digits": "Ours, after the paper's Permuted MNIST: 8×8 digits and a small network. "
     "Cheap enough for hundreds of runs on a laptop; not an experiment of the paper.",
     "cifar100": "Pairs of classes, one after another, with a small ResNet: the paper's test of feature stability.",
 }
