@@ -330,6 +330,7 @@ CE = F.cross_entropy
         ("an empty batch", {"data": [(X[0][:0], DATA[0][1][:0])]}, ValueError, ("batch 0", "empty")),
         ("NaN", {"data": NAN}, ValueError, ("batch 1", "NaN")),
         ("another shape", {"data": [DATA[0], (X[0][:, :5], DATA[0][1])]}, ValueError, ("batch 1", "loss(model(x)")),
+        ("too few targets", {"data": [(X[0], DATA[0][1][:3])]}, ValueError, ("batch 0", "loss(model(x)", "batch_size")),
         ("steps", {"steps": 0}, ValueError, ("steps", "0")),
         ("seeds", {"seeds": 1}, ValueError, ("seeds", "2 or more")),
         ("confidence", {"confidence": 1.0}, ValueError, ("confidence",)),
