@@ -104,12 +104,14 @@ def test_a_saturated_tanh_is_flat_but_not_dormant():
     assert found["effective_rank"] == pytest.approx(1, abs=1e-2)
 
 
-def test_a_diverged_network_gives_nans_and_no_exception():
-    model = net(nn.Tanh)
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_a_diverged_network_gives_nans_and_no_exception(activation):
+    model = net(activation)
     with torch.no_grad():
         model[0].weight[0, 0] = math.nan
     found = gxd.diagnose(model, X, Y)
-    for name in ("dormant", "saturation", "effective_rank", "gradient_norm", "weight_norm"):
+    shares = ("dormant", "saturation", "never_active", "always_active")
+    for name in (*shares, "effective_rank", "gradient_norm", "weight_norm"):
         assert math.isnan(found.overall[name]) and math.isnan(found.groups["0"][name])
     assert str(found)
 

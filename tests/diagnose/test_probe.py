@@ -235,7 +235,8 @@ def test_without_fresh_all_trained_parameters_are_drawn_anew_and_frozen_ones_sta
     assert made.scale.std().item() == pytest.approx(3, rel=0.2)  # the distribution that fits
 
 
-def test_a_hugging_face_model_is_initialised_by_its_own_means():
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "within another"])
+def test_a_hugging_face_model_is_initialised_by_its_own_means(within: bool):
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -243,7 +244,8 @@ def test_a_hugging_face_model_is_initialised_by_its_own_means():
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=16, initializer_range=0.05,
     )  # fmt: skip
-    model = BertForSequenceClassification(config)
+    model: nn.Module = BertForSequenceClassification(config)
+    model = nn.ModuleDict({"backbone": model, "head": nn.Linear(5, 400)}) if within else model
     before = {name: p.std().item() for name, p in model.named_parameters()}
     with torch.no_grad():
         for p in model.parameters():
@@ -252,6 +254,33 @@ def test_a_hugging_face_model_is_initialised_by_its_own_means():
         made = renewed(model, None, 0)
     for name, p in made.named_parameters():
         assert p.std().item() == pytest.approx(before[name], rel=0.2, abs=1e-6), name
+
+
+class Initialised(nn.Module):
+    """Has a function of its own for its first weights, which takes no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self._init_weights()
+
+    def _init_weights(self, gain=1.0):
+        nn.init.constant_(self.fc.weight, 0.25 * gain)
+
+    def reset_parameters(self, gain):
+        raise AssertionError("what has to be given an argument is not called")
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_a_function_for_first_weights_is_called_with_what_it_takes():
+    model = nn.Sequential(Initialised())
+    with torch.no_grad():
+        model[0].fc.weight.mul_(3)
+    with torch.random.fork_rng():
+        assert renewed(model, None, 0)[0].fc.weight.eq(0.25).all()
+        assert renewed(model[0], None, 0).fc.weight.eq(0.25).all()
 
 
 def test_a_model_that_cannot_be_copied_needs_fresh_and_then_its_weights_are_loaded():
@@ -330,6 +359,7 @@ CE = F.cross_entropy
         ("an empty batch", {"data": [(X[0][:0], DATA[0][1][:0])]}, ValueError, ("batch 0", "empty")),
         ("NaN", {"data": NAN}, ValueError, ("batch 1", "NaN")),
         ("another shape", {"data": [DATA[0], (X[0][:, :5], DATA[0][1])]}, ValueError, ("batch 1", "loss(model(x)")),
+        ("too few targets", {"data": [(X[0], DATA[0][1][:3])]}, ValueError, ("batch 0", "loss(model(x)", "batch_size")),
         ("steps", {"steps": 0}, ValueError, ("steps", "0")),
         ("seeds", {"seeds": 1}, ValueError, ("seeds", "2 or more")),
         ("confidence", {"confidence": 1.0}, ValueError, ("confidence",)),

@@ -289,6 +289,12 @@ def test_wrong_options_are_refused_before_learning(options: dict[str, Any], exce
         GxdCallback(**options)
 
 
+def test_a_method_that_needs_the_logit_of_a_target_is_refused_before_learning():
+    with pytest.raises(ValueError, match="attribution_sketch"):
+        GxdCallback(gxd.method("swr", score="attribution"))
+    GxdCallback(gxd.method("swr", score="attribution_sketch"))
+
+
 def test_a_part_that_an_agent_does_not_have_is_refused_and_nothing_stays_attached():
     made = agent("SAC")
     with pytest.raises(ValueError, match="Did you mean 'critic'"):

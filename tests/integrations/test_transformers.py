@@ -140,15 +140,28 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, name: str, regime: str
     assert same(rest.cbp.state_dict(), whole.cbp.state_dict())
 
 
-def test_a_checkpoint_elsewhere_is_named(tmp_path: Path):
+def test_a_checkpoint_elsewhere_is_resumed_from_and_not_that_of_another_training_in_the_output_folder(tmp_path: Path):
+    options = {"save_strategy": "steps", "save_steps": 4}
+    whole, model = callback_of("bert"), bert()
+    train(tmp_path / "one", model, whole, **options)
+    train(tmp_path / "two", bert(), callback_of("bert", seed=1), seed=1, **options)
+    rest, fresh = callback_of("bert"), bert()
+    train(tmp_path / "two", fresh, rest, resume=str(tmp_path / "one" / "checkpoint-4"), **options)
+    assert same(rest.cbp.state_dict(), whole.cbp.state_dict())
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_the_state_of_a_checkpoint_is_named_where_it_is_not_in_its_folder(tmp_path: Path):
     options = {"save_strategy": "steps", "save_steps": 4}
     whole, model = callback_of("bert"), bert()
     train(tmp_path / "one", model, whole, **options)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "one" / "checkpoint-4", moved)
+    (tmp_path / "state").mkdir()
+    (moved / "gxd.pt").rename(tmp_path / "state" / "gxd.pt")
     with pytest.raises(FileNotFoundError, match="resume_from="):
         train(tmp_path / "two", bert(), callback_of("bert"), resume=str(moved), **options)
-    rest, fresh = callback_of("bert", resume_from=moved), bert()
+    rest, fresh = callback_of("bert", resume_from=tmp_path / "state"), bert()
     train(tmp_path / "three", fresh, rest, resume=str(moved), **options)
     assert same(rest.cbp.state_dict(), whole.cbp.state_dict())
     missing = callback_of("bert", resume_from=tmp_path / "nowhere")  # not the one in the output folder instead

@@ -71,3 +71,18 @@ def test_a_decay_of_more_than_all_of_it_ends_at_zero():
 def test_a_wrong_option_is_refused_with_its_value(options: dict[str, Any], error: Any, word: str):
     with pytest.raises(error, match=word):
         gxd.method("l2", **options)
+
+
+def test_a_sparse_gradient_is_refused_in_words_and_no_gradient_is_changed_unless_the_pull_is_decoupled():
+    for decoupled in (True, False):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 3, sparse=True))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gxd.attach(model, optimizer, gxd.method("l2", decoupled=decoupled))
+        model[0](model[1](torch.tensor([1, 2]))).square().sum().backward()
+        weight, before = model[0].weight, model[0].weight.grad.clone()
+        if decoupled:
+            optimizer.step()
+            continue
+        with pytest.raises(gxd.PlanError, match=r"the gradient of '1.weight' is sparse.*l2.*decoupled=True"):
+            optimizer.step()
+        assert weight.grad is not None and torch.equal(weight.grad, before)

@@ -192,7 +192,7 @@ class _Look:
         return {
             "units": float(group.size),
             "dormant": math.nan if dormant is None else float(dormant.double().mean()) + broken,
-            **_saturation(slopes),
+            **{name: value + broken for name, value in _saturation(slopes).items()},  # the slope of ReLU at NaN is 1
             "effective_rank": float(effective),
             "stable_rank": float(stable),
             "weight_norm": float(norm(weights)),

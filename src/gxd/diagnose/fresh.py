@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +78,39 @@ def _initialise(model: nn.Module) -> None:
         vars(module).pop("_is_hf_initialized", None)
         for name in ("reset_parameters", "_reset_parameters"):
             reset = getattr(module, name, None)
-            if callable(reset) and not _is_frozen(module):
+            if callable(reset) and not _required(reset) and not _is_frozen(module):
                 reset()
-    own: Any = getattr(model, "_init_weights", None)  # of Hugging Face
-    for module in inner_first if callable(own) else ():
-        if not _is_frozen(module):
-            own(module)
+    initialisers = _initialisers(model)
+    for module in inner_first:
+        own = initialisers.get(module)
+        if own is not None and not _is_frozen(module):
+            own()
+
+
+def _initialisers(model: nn.Module) -> dict[nn.Module, Callable[[], object]]:
+    """Module -> what ``_init_weights`` does to it: that of the innermost model around it that has one for any module,
+    as those of Hugging Face, or its own, if that takes no module.
+    """
+    found: dict[nn.Module, Callable[[], object]] = {}
+    around: dict[str, Callable[[nn.Module], object]] = {}  # by the path of a module
+    for path, module in model.named_modules():  # outer ones first
+        own: Any = getattr(module, "_init_weights", None)
+        takes = _required(own) if callable(own) else -1
+        if takes == 1:
+            around[path] = own
+        elif path and path.rpartition(".")[0] in around:
+            around[path] = around[path.rpartition(".")[0]]
+        if takes == 0:
+            found[module] = own
+        elif path in around:
+            found[module] = partial(around[path], module)
+    return found
+
+
+def _required(function: Callable[..., object]) -> int:
+    """How many arguments it has to be given."""
+    given = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -129,11 +129,12 @@ class _Begin:
         squares, losses = [], []
         for number, (x, y) in enumerate(islice(batches, READINESS_BATCHES)):
             try:
-                value = _loss(network, x, y, loss)
-            except (RuntimeError, TypeError, IndexError) as error:
+                returned = _returned(network, x, y, loss)
+            except Exception as error:  # whatever a model or a loss raises
                 raise ValueError(
                     f"data: loss(model(x), y) fails on batch {number} (x, y): {type(error).__name__}: {error}"
                 ) from error
+            value = _checked(returned)
             found = torch.autograd.grad(value, parameters, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
             torch._foreach_add_(total, gradients)
@@ -154,7 +155,7 @@ def _trained(network: nn.Module, make: MakeOptimizer, batches: list[Batch], loss
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
-        value = _loss(network, x, y, loss)
+        value = _checked(_returned(network, x, y, loss))
         losses.append(float(value.detach()))
         if not math.isfinite(losses[-1]):
             break
@@ -163,10 +164,13 @@ def _trained(network: nn.Module, make: MakeOptimizer, batches: list[Batch], loss
     return torch.tensor(losses + [math.nan] * (len(batches) - len(losses)), dtype=torch.float64)
 
 
-def _loss(network: nn.Module, x: Any, y: Any, loss: Loss) -> Tensor:
+def _returned(network: nn.Module, x: Any, y: Any, loss: Loss) -> Any:
     # A model, and a loss, may write to what it is given.
     args, kwargs = call_arguments(pytree.tree_map_only(Tensor, torch.clone, x))
-    value = loss(network(*args, **kwargs), pytree.tree_map_only(Tensor, torch.clone, y))
+    return loss(network(*args, **kwargs), pytree.tree_map_only(Tensor, torch.clone, y))
+
+
+def _checked(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"loss(output, y) must return a scalar tensor, got {got}: take its mean")

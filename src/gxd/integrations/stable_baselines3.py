@@ -80,6 +80,12 @@ class GxdCallback(BaseCallback):
                     f"the utility {utility.name!r} needs a target, and an agent has none: use 'gxd_sketch', or one "
                     "that observes no output"
                 )
+        for method in methods:
+            if method.output_gradient == "target":
+                raise ValueError(
+                    f"{method.name} scores weights by the logit of the target, and an agent has none: use "
+                    "score='attribution_sketch', or one that observes no output"
+                )
         self.parts, self._plans = [parts] if isinstance(parts, str) else parts, dict(plan or {})
         self._sessions: dict[str, Session] = {}
         self._states: dict[str, Any] = {}  # of parts that are not attached yet

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from gxd.plan.layouts import unwrap
 required("accelerate", "1.0", extra="transformers")
 required("transformers", "4.46", extra="transformers")
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
@@ -44,8 +45,8 @@ class GxdCallback(TrainerCallback):
         methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
         select, target: as for :meth:`gxd.Attachment.observe_output`, for models that return no ``logits``, or losses
             that the Trainer computes itself.
-        resume_from: the folder of the checkpoint, if training resumes from one that is not in the output folder; False:
-            begin with fresh statistics.
+        resume_from: the folder whose ``gxd.pt`` training resumes with. Default: that of the checkpoint that ``train()``
+            resumes from; False: begin with fresh statistics.
         options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`. Without ``example_inputs`` or ``plan``, the
             model is traced with two examples of the training data.
 
@@ -107,7 +108,8 @@ class GxdCallback(TrainerCallback):
                 if needs_target and labels is None:
                     raise ObservationError(
                         "the model was called without labels, as the Trainer computes the loss itself: use a utility "
-                        "that needs none, GxdCallback(utility='gxd_sketch'), or say GxdCallback(target=...)"
+                        "that needs none, GxdCallback(utility='gxd_sketch'), of swr the score 'attribution_sketch', or "
+                        "say GxdCallback(target=...)"
                     )
             except BaseException:
                 self._session.end()  # the Trainer does not tell callbacks of an error
@@ -128,8 +130,7 @@ class GxdCallback(TrainerCallback):
             )
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> Path:
-        told = args.resume_from_checkpoint
-        folder = Path(told) if isinstance(told, str) and Path(told).is_dir() else _folder(args, state)
+        folder = _resumed_from(args) or _folder(args, state)
         if isinstance(self.resume_from, (str, Path)):  # there, or nowhere
             folder = Path(self.resume_from)
         if not (folder / FILE).is_file():
@@ -161,6 +162,20 @@ class GxdCallback(TrainerCallback):
         """Detach; the state is kept for another ``train()``."""
         self._session.end()
         self._state = None
+
+
+def _resumed_from(args: TrainingArguments) -> Path | None:
+    """The checkpoint that was given to ``train()``, or else to its arguments. The Trainer, which calls us, has it, and
+    does not tell callbacks: the output folder may hold a checkpoint of another training at the same step.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    told = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
+    for one in (told, args.resume_from_checkpoint):
+        if isinstance(one, (str, Path)) and Path(one).is_dir():
+            return Path(one)
+    return None
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

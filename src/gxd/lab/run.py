@@ -251,6 +251,7 @@ def command(argv: list[str]) -> int:
     options: Options[Any] = parse(Options[cls], argv[1:], f"gxd run {cls.name}", description=about)  # type: ignore[valid-type]
     if not options.seeds:
         raise UserError("--seeds needs a number, for instance --seeds 0 1 2")
+    options.experiment.check_used()
     configs = [replace(options.experiment, seed=seed) for seed in dict.fromkeys(options.seeds)]
     with Board(len(configs)) as board:
         for config in configs:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gxd import arguments
+from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.methods.scope import BUT_NORMS, Exclude, patterns, treated
 
@@ -67,6 +69,12 @@ class InGradient(Method):
         penalty = self.penalty
         if not penalty.strength:
             return state
+        for name, parameter, *_ in host.trained():
+            if name in state and parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise PlanError(
+                    f"the gradient of {name!r} is sparse, and {self.name} adds to all of it: make it dense "
+                    f"(sparse=False of the embedding), or use decoupled=True, or exclude={name!r}"
+                )
         state = penalty.prepared(host, state)
         for name, parameter, _, maximize in host.trained():
             if name in state and parameter.grad is not None:

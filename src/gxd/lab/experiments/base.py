@@ -209,6 +209,13 @@ class Experiment:
         unused = () if methods.utility_of(self.method) is not None else RESETS
         return {name: self._default(name) for name in (*unused, *(["momentum"] if self.optimizer == "adam" else []))}
 
+    def check_used(self) -> None:
+        """Raise :class:`UserError` for a setting of resets that the method does not have; a grid leaves it out."""
+        for name, default in self._unused().items():
+            if name in RESETS and getattr(self, name) not in (default, 0.0 if name == "rate" else default):
+                has = "has no resets" if self.method == "backprop" else "has --options instead, which `gxd run` lists"
+                raise UserError(f"--{name.replace('_', '-')} is a setting of continual_backprop: {self.method} {has}")
+
     def plasticity(self) -> gxd.Method | None:
         """The method, for :func:`gxd.attach`; None for plain backprop."""
         if self.method == "backprop":

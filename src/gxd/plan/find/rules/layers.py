@@ -310,7 +310,7 @@ def refusal(engine: Engine, call: LayerCall) -> str | None:
     if not parameter.requires_grad:
         return "frozen: its weight does not require gradients"
     if call.without_grad:
-        return "called under torch.no_grad(), where nothing can be observed"
+        return "called under torch.no_grad() (so does use_reentrant=True of checkpointing): nothing can be observed"
     return None
 
 
