@@ -4,10 +4,10 @@ Each process sees its share of every batch. What they have measured of the units
 of them reset the same units, and draw the same fresh weights. Run it in all four ways: the resets are the same, and so
 is the loss up to rounding.
 
-    python examples/distributed.py                                       # one process
+    python examples/distributed.py                               # one process, about 5 seconds
     python examples/distributed.py --fsdp
-    torchrun --nproc-per-node 2 examples/distributed.py                  # DDP
-    torchrun --nproc-per-node 2 examples/distributed.py --fsdp           # FSDP2
+    torchrun --nproc-per-node 2 examples/distributed.py          # DDP, about 10
+    torchrun --nproc-per-node 2 examples/distributed.py --fsdp   # FSDP2, about 15
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
 Halfway both the agent and the state of gxd are saved, and training goes on with what was loaded, as after a crash. In
 the end `gxd.diagnose` looks at the Q network of this agent, and of one that was trained without resets, on what is in
-its replay buffer.
+its replay buffer: how many of its ReLUs are dormant?
 
-    python examples/dqn.py
+    python examples/dqn.py    # about 45 seconds on one core
 """
 
 import argparse
@@ -92,7 +92,7 @@ def main(argv=None):
     for name, one in agents.items():
         found[name] = gxd.diagnose(one.q_net, one.replay_buffer.sample(256).observations)
         print(f"\n{name}\n{found[name]}")
-    return worlds, resets, found
+    return worlds, resets, found, callback.cbp
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ of the residual stream is written by several layers: `residual="group"` resets i
 network learns tasks that rename the digits. Halfway it is saved, and a new model, optimizer and attachment go on from
 the file: the two runs end with the same weights to the last bit, after the same resets.
 
-    python examples/resnet.py
+    python examples/resnet.py    # about 12 seconds on one core
 """
 
 import argparse
