@@ -84,7 +84,7 @@ def main(argv=None):
         resets, loss = train(args)
         if dist.get_rank() == 0:
             kind = "FSDP2" if args.fsdp else "DDP"
-            print(f"{kind}, {dist.get_world_size()} processes: {len(resets)} resets, loss {loss:.6f}")
+            print(f"{kind}, processes: {dist.get_world_size()}, resets: {len(resets)}, loss: {loss:.6f}")
             print(f"the last three (step, group, unit): {resets[-3:]}")
         return resets, loss
     finally:

@@ -141,7 +141,7 @@ def test_two_processes_reset_as_one_does():
         launch += [str(FOLDER / "distributed.py"), *options, *kind]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
-        count, theirs = re.findall(r"2 processes: (\d+) resets, loss ([\d.]+)", done.stdout)[0]
+        count, theirs = re.findall(r"processes: 2, resets: (\d+), loss: ([\d.]+)", done.stdout)[0]
         assert int(count) == len(resets) and float(theirs) == pytest.approx(loss, rel=1e-4)
         assert str(resets[-3:]) in done.stdout
 
