@@ -1,8 +1,8 @@
 """PPO of Stable-Baselines3 on a pole whose physics change: gxd as one callback.
 
 Every change of the world draws gravity, pole length and strength of the push anew, and turns the push around: what the
-agent has learned to do is now wrong. The same agent without the callback is what to compare with; returns differ so much
-from seed to seed that one of them tells little (`--seed`).
+agent has learned to do is now wrong. The same agent without the callback is what to compare with; returns differ so
+much from seed to seed that one of them tells little (`--seed`).
 
     python examples/ppo.py    # about 60 seconds on one core
 """
