@@ -87,7 +87,8 @@ def main(argv=None):
         results[name] = {"first": sum(reached[:tenth]) / tenth, "last": sum(reached[-tenth:]) / tenth, "resets": resets}
         print("{:10}{first:8.3f}{last:8.3f}{resets:8}".format(name, **results[name]), flush=True)
 
-    # The next task is new to all of them: does each learn it as a network does that has never learned anything?
+    # The next task is new to all of them: does each learn it as a network does that has never learned anything? A whole
+    # task is what that takes: after half of it a fresh network has hardly begun, and backprop's verdict is "undecided".
     new = list(batches(data, args.tasks, args.epochs))
     for name, model in models.items():
         probes[name] = gxd.probe(model, make_optimizer, new, F.cross_entropy, steps=len(new), fresh=network)

@@ -4,7 +4,8 @@ The data are sparse sums of 256 directions in 64 dimensions, as activations of a
 dictionary has 256 features: one for each direction. A feature that is never among the top k gets no gradient, so it
 stays dead, and a direction is left without one. `gxd.reset_units` draws its encoder weights anew, sets its decoder
 weights to zero, so that it adds nothing before it has learned something (though it may take one of the k places), and
-lets Adam forget it. The other autoencoder is trained on the same batches and never reset.
+lets Adam forget it. The other autoencoder is trained on the same batches and never reset. Where there are twice as many
+features as directions (`--features 512`), half of them are not needed: they die again, and resets gain little.
 
     python examples/sparse_autoencoder.py    # about 10 seconds on one core
 """
@@ -19,24 +20,24 @@ from torch import nn
 import gxd
 
 DIMENSIONS, DIRECTIONS, TOP, BATCH = 64, 256, 4, 256
-FEATURES = DIRECTIONS
 TRUE = F.normalize(torch.randn(DIRECTIONS, DIMENSIONS, generator=torch.Generator().manual_seed(0)), dim=1)
 OFTEN = torch.arange(1, DIRECTIONS + 1) ** -0.7  # some directions are common, most are rare
 OFTEN *= 4 / OFTEN.sum()  # four are active at a time, on average
 
 
 class SparseAutoencoder(nn.Module):
-    def __init__(self):
+    def __init__(self, features=DIRECTIONS):
         super().__init__()
-        self.encoder, self.decoder = nn.Linear(DIMENSIONS, FEATURES), nn.Linear(FEATURES, DIMENSIONS)
+        self.encoder, self.decoder = nn.Linear(DIMENSIONS, features), nn.Linear(features, DIMENSIONS)
         with torch.no_grad():  # begin with unit directions, and with the decoder as the encoder's transpose
-            self.encoder.weight.copy_(F.normalize(torch.randn(FEATURES, DIMENSIONS), dim=1))
+            self.encoder.weight.copy_(F.normalize(torch.randn(features, DIMENSIONS), dim=1))
             self.encoder.bias.zero_()
             self.decoder.weight.copy_(self.encoder.weight.T)
 
     def forward(self, x):
-        values, index = F.relu(self.encoder(x)).topk(TOP)
-        features = torch.zeros(len(x), FEATURES).scatter(1, index, values)
+        active = F.relu(self.encoder(x))
+        values, index = active.topk(TOP)
+        features = torch.zeros_like(active).scatter(1, index, values)
         return self.decoder(features), features
 
 
@@ -61,9 +62,11 @@ def main(argv=None):
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--every", type=int, default=150, help="steps from one reset of the dead to the next")
+    options.add_argument("--features", type=int, default=DIRECTIONS)
+    options.add_argument("--seed", type=int, default=0)
     args = options.parse_args(argv)
-    torch.manual_seed(0)
-    models = {"never reset": SparseAutoencoder()}
+    torch.manual_seed(args.seed)
+    models = {"never reset": SparseAutoencoder(args.features)}
     models["dead are reset"] = copy.deepcopy(models["never reset"])
     resets, last, results = 0, args.steps - args.steps // 4, {}  # the youngest have a quarter of the time to learn
     for name, sae in models.items():
