@@ -21,17 +21,19 @@ class Processes:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group: Any = None
-        if group is not False and dist.is_available() and dist.is_initialized():
-            group = group or dist.group.WORLD
-            self.group = group if dist.get_world_size(group) > 1 else None
+        # The default group is asked for when it is needed, and not kept: an attachment may outlive it, as a part of a
+        # cycle, and a group of gloo that is freed only when the interpreter ends aborts the process.
+        self._own: Any = group or None
+        together = group is not False and dist.is_available() and dist.is_initialized()
+        self.several = together and dist.get_world_size(self._own) > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
         return self  # a copy of what they train is trained by the same ones
 
     @property
-    def several(self) -> bool:
-        return self.group is not None
+    def group(self) -> Any:
+        """The process group; None: this process alone."""
+        return (self._own or dist.group.WORLD) if self.several else None
 
     @property
     def rank(self) -> int:

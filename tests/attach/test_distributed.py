@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gxd
+from gxd.processes import Processes
 from tests.attach.test_regimes import KINDS, attach, attached, batches, clone, close, mlp, same, train
 
 # ---- two processes
@@ -118,6 +119,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     mp.spawn(work, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_the_default_process_group_is_not_kept_alive():
+    """An attachment is a part of cycles, so it may be freed after ``destroy_process_group()``, and a group of gloo that
+    is freed when the interpreter ends aborts the process.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        default, own = Processes(), Processes(dist.group.WORLD)
+        assert default.several and default.group is own.group is dist.group.WORLD
+        assert all(value is not dist.group.WORLD for value in vars(default).values())
+        assert not Processes(False).several and Processes(False).group is None
+    finally:
+        dist.destroy_process_group()
+    assert default.group is None and not Processes().several
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

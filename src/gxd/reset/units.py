@@ -55,7 +55,7 @@ def reset_units(
 
     Example::
 
-        plan = gxd.find_units(sae, x[:2])
+        plan = gxd.find_units(sae, groups=[gxd.manual_group("encoder", consumers=["decoder"])])
         gxd.reset_units(sae, plan, {"encoder": dead}, optimizer=optimizer)
     """
     if step_policy not in STEP_POLICIES:
