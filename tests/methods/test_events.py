@@ -213,3 +213,15 @@ def test_a_network_that_is_drawn_anew_is_new_to_every_other_method():
         assert not any(value.any() for value in values.values())
     train(model, optimizer)
     assert attached.ages()["fc1"].tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("name", ["fire", "dash"])
+def test_an_embedding_that_a_head_shares_stays_as_it_is(name: str):
+    """Scaled to the length of a layer, or row by row, its words would mean something else to all layers behind it."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 5, bias=False))
+    model[4].weight = model[0].weight
+    optimizer, x = sgd(model), torch.tensor([[0, 1, 2], [2, 3, 4]])
+    attached = gxd.attach(model, optimizer, gxd.method(name))
+    before, hidden = model[0].weight.detach().clone(), model[2].weight.detach().clone()
+    attached.boundary([(x, torch.tensor([1, 2]))], F.cross_entropy)
+    assert torch.equal(model[4].weight, before) and not torch.equal(model[2].weight, hidden)

@@ -97,7 +97,7 @@ def _pieces(host: Host) -> list[Piece]:
         found = [Piece(names[id(layer.weight)], layer.weight, layer.layout)]
         return found if bias is None else [*found, Piece(names[id(bias)], bias, None)]
 
-    return [piece for layer in layers(host) for piece in pieces(layer)]
+    return [piece for layer in layers(host, tied=False) for piece in pieces(layer)]
 
 
 @register_method(
@@ -116,8 +116,9 @@ def dash(alpha: float = 0.3, minimum: float = 0.3, optimizer: str = "reset") -> 
     modes as they are (call ``model.train()`` first if it is to be as in training), and leaves no trace.
 
     Read in FIRE's port, not in the authors' own code. A kernel of one element keeps its
-    value or is shrunk to ``minimum`` of it, as follows from the rule. Norms, embeddings and other parameters that are
-    no layer's stay as they are. A row without a gradient (a dead unit's) has cosine 0, and is shrunk most.
+    value or is shrunk to ``minimum`` of it, as follows from the rule. Norms, embeddings (also those that a head shares)
+    and other parameters that are no layer's stay as they are. A row without a gradient (a dead unit's) has cosine 0,
+    and is shrunk most.
 
     Args:
         alpha: the share of a batch in the average; {0.1, 0.3} in FIRE's comparison.

@@ -93,7 +93,8 @@ def fire(
     Singular values grow by 1.5 per round at most: those below 1.7 % of ``|W|_F`` have not arrived at 1 after ten. The
     authors' code was read. Deviations: all is computed in 32 bits at least; a matrix of zeros stays as it is (divided
     by its norm it would be NaN); the blocks of grouped convolutions and of torch's attention (q, k, v) are matrices of
-    their own, and matrices of one element, those of depthwise convolutions, are left alone.
+    their own, and matrices of one element, those of depthwise convolutions, are left alone, as is an embedding that a
+    head shares.
 
     Args:
         rounds: of the iteration.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gxd.arguments import near
 from gxd.errors import PlanError
 from gxd.methods.base import Host
+from gxd.methods.scope import is_embedding
 from gxd.plan.layouts import LINEAR, Layout, layout_of
 
 Patterns = str | Sequence[str]
@@ -31,9 +32,14 @@ class Layer(NamedTuple):
     layout: Layout
 
 
-def layers(host: Host) -> list[Layer]:
-    """All linear layers and convolutions whose weight is trained, in the order of the modules."""
+def layers(host: Host, tied: bool = True) -> list[Layer]:
+    """All linear layers and convolutions whose weight is trained, in the order of the modules. ``tied``: also those
+    whose weight is that of an embedding, as the head of a language model.
+    """
     trained, found = {id(one.parameter) for one in host.trained()}, []
+    for module in host.model.modules() if not tied else ():
+        if is_embedding(module) and layout_of(module) is None:
+            trained -= {id(parameter) for parameter in module.parameters(recurse=False)}
     for name, module in host.model.named_modules():
         for layer in _attention(name, module) if isinstance(module, nn.MultiheadAttention) else _plain(name, module):
             if id(layer.weight) in trained:
@@ -44,9 +50,10 @@ def layers(host: Host) -> list[Layer]:
 
 def chosen(host: Host, include: Patterns, exclude: Patterns) -> list[tuple[Layer, list[int]]]:
     """The layers that match a pattern of ``include`` and none of ``exclude``, and which blocks of each do; all, where
-    the blocks have no names. Raises PlanError for a pattern that matches none.
+    the blocks have no names. A head that has the weight of an embedding is none of them. Raises PlanError for a pattern
+    that matches none.
     """
-    every = layers(host)
+    every = layers(host, tied=False)
     names = [name for layer in every for name in layer.names]
     for option, patterns in (("include", include), ("exclude", exclude)):
         for pattern in _listed(patterns):

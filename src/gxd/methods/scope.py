@@ -27,7 +27,7 @@ def kinds(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for _, module, key, parameter in _owned(model):
         kind, name = _kind(module, key, parameter), names[id(parameter)]
-        found[name] = kind if name not in found or "Embedding" in type(module).__name__ else found[name]
+        found[name] = kind if name not in found or is_embedding(module) else found[name]
     return found
 
 
@@ -63,10 +63,15 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether it is a table of vectors, by the name of its class."""
+    return "Embedding" in type(module).__name__
+
+
 def _kind(module: nn.Module, key: str, parameter: Tensor) -> str:
     if is_norm(module):
         return SHIFT if "bias" in key else GAIN
-    if "Embedding" in type(module).__name__:
+    if is_embedding(module):
         return OTHER
     if "bias" in key:
         return BIAS

@@ -289,12 +289,12 @@ def silence(o: Observation) -> Tensor:
     """The share of the examples on which a unit fires, anywhere: 0 if it was silent on all of them.
 
     A unit fires where it is not 0, and where it is not just at its reference either (within 0.1 %): a tanh that is
-    saturated is as silent as a ReLU that is dead. A single value cannot be told from its own mean.
+    saturated is as silent as a ReLU that is dead. Fewer than 8 values may be alike by chance: there only 0 is silent.
     """
     fires = []
     for v in o.views:
         active = v.h != 0
-        if v.h.shape[0] * v.h.shape[1] > 1:
+        if v.h.shape[0] * v.h.shape[1] >= 8:
             active &= (v.h - v.r).abs_() > 1e-3 * v.r.abs()
         fires.append(active.any(1))
     return torch.stack(fires).any(0).to(o.views[0].h.dtype).mean(0)
