@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import EXPERIMENTS
 from gxd.lab.report import paper
 
 WINDOW = 50  # tasks at the start and at the end that a summary averages
@@ -90,9 +91,9 @@ class Run:
         return total / sum(sizes[-need:])
 
     def slim(self) -> Run:
-        """The run with its accuracy alone."""
-        kept = {name: values for name, values in self.series.items() if name == "test_accuracy"}
-        return replace(self, series=kept)
+        """The run with the metric that counts alone, and its test accuracy."""
+        names = {"test_accuracy", EXPERIMENTS[self.experiment].metric if self.experiment in EXPERIMENTS else "loss"}
+        return replace(self, series={name: values for name, values in self.series.items() if name in names})
 
     def line(self) -> dict[str, Any]:
         """The run as one line of a digest."""
@@ -221,7 +222,7 @@ def _contradict(run: Run, other: Run) -> bool:
 def write(collection: Collection, out: Path, drawn: Container[int]) -> None:
     """Write ``digest.jsonl`` and ``assay.jsonl`` into ``out``, from which the same report can be made.
 
-    Runs whose ``id`` is not among those ``drawn`` (the candidates of a sweep, say) keep their accuracy alone.
+    Runs whose ``id`` is not among those ``drawn`` (the candidates of a sweep, say) keep the metric that counts alone.
     """
     runs = [run if id(run) in drawn else run.slim() for run in collection.runs]
     for name, items in (("digest.jsonl", runs), ("assay.jsonl", collection.assays)):
