@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -16,10 +15,8 @@ from gxd.lab.errors import UserError
 from gxd.lab.report import digest, page, provenance, study, study_page
 from gxd.lab.report.evidence import groups
 from gxd.lab.report.page import Block, Section
-from gxd.lab.report.paper_part import PaperPart, all_of_paper, of_paper
+from gxd.lab.report.paper_part import PaperPart, Wanted, beside_paper
 from gxd.lab.report.tables import Table
-
-Paper = Literal["auto", "yes", "no"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Options:
     """Where to look: directories with runs, assays or digest.jsonl files, at any depth."""
     out: Path = Path("report")
     """Where the report goes: index.html, tables/, figures/ (of the paper), digest.jsonl, assay.jsonl."""
-    paper: Paper = "auto"
+    paper: Wanted = "auto"
     """Whether to set runs beside the paper. auto: those of its experiments in its settings.
     yes: whatever there is of its experiments, and what is missing, with the commands that make it. no: not at all."""
 
@@ -48,7 +45,7 @@ def command(argv: list[str]) -> int:
     return 0
 
 
-def report(directories: Sequence[Path], out: Path, paper: Paper = "auto") -> Path:
+def report(directories: Sequence[Path], out: Path, paper: Wanted = "auto") -> Path:
     """Make the report in ``out`` and return the path of its page."""
     found = digest.collect(directories)
     _refuse_to_lose(found, out)
@@ -69,13 +66,12 @@ def report(directories: Sequence[Path], out: Path, paper: Paper = "auto") -> Pat
     return out / "index.html"
 
 
-def compose(found: digest.Collection, paper: Paper = "auto") -> Report:
+def compose(found: digest.Collection, paper: Wanted = "auto") -> Report:
     """Every section of the report, nothing written yet."""
-    beside = None if paper == "no" else all_of_paper(found) if paper == "yes" else of_paper(found)
-    if not found.runs and beside is None:
+    part = beside_paper(found, paper)
+    if not found.runs and part is None:
         raise UserError("there are assays and no runs, and assays are set beside the paper: leave --paper out")
-    every = study.studies(found.runs)
-    return Report(found, every, PaperPart(beside, whole=paper == "yes") if beside is not None else None)
+    return Report(found, study.studies(found.runs), part)
 
 
 def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
@@ -105,7 +101,7 @@ class Report:
         for one, name in zip(self.studies, names, strict=True):
             made = study_page.sections(one, self.studies)
             if len(names) > 1 or self.paper is not None:
-                made[0].part = name
+                made[0].part = name if len(names) > 1 else "The study"
             self.sections += made
         self.title = f"{len(names)} studies" if len(names) > 1 else f"Study: {names[0]}" if names else "Reset cost"
         self.lead = f"{', '.join(names)}." if len(names) > 1 else ""

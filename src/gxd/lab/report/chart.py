@@ -110,7 +110,7 @@ def over_tasks(lines: Sequence[Line], *, percent: bool, end: int, title: str, si
     for line in lines:
         if line.points:
             parts.append(_line(frame, line, percent, heights.get(id(line))))
-    return frame.svg(parts, title)
+    return frame.svg(parts, title, ' data-unit="{}"', " %" if percent else "")
 
 
 def _line(frame: _Frame, line: Line, percent: bool, label_at: float | None) -> Markup:
@@ -119,7 +119,8 @@ def _line(frame: _Frame, line: Line, percent: bool, label_at: float | None) -> M
     seen = [(frame.x(x), frame.y(y)) for x, y, _, _ in line.points]
     low = [(frame.x(x), frame.y(_band(y, se)[0])) for x, y, se, _ in line.points]
     high = [(frame.x(x), frame.y(_band(y, se)[1])) for x, y, se, _ in line.points]
-    drawn = [Markup('<polygon points="{}" fill="{}" opacity=".16"/>').format(_points([*high, *low[::-1]]), colour)]
+    band = _points([*high, *low[::-1]], digits=0)
+    drawn = [Markup('<polygon points="{}" fill="{}" opacity=".16"/>').format(band, colour)]
     drawn.append(_polyline(seen, line.look))
     if len(seen) == 1:
         drawn.append(Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" fill="{}"/>').format(*seen[0], colour))
@@ -132,10 +133,11 @@ def _line(frame: _Frame, line: Line, percent: bool, label_at: float | None) -> M
         label = line.label if len(line.label) <= room else line.label[: room - 1] + "…"
         text = Markup('<text class="end" x="{:.1f}" y="{:.1f}" fill="{}">{}</text>')
         drawn.append(text.format(frame.right + 6, label_at + 3.5, colour, label))
-    at = [[round(x, 1), round(y, 1), _said(point, percent)] for (x, y), point in zip(seen, line.points, strict=True)]
+    # What the script reads out: task, mean, standard error, seeds of every point.
+    at = ";".join(f"{x:g} {number(y, percent)} {number(se, percent)} {seeds}" for x, y, se, seeds in line.points)
     group = Markup('<g class="line{}" data-facts="{}" data-name="{}" data-at="{}">{}</g>')
     quiet = Markup(' quiet" data-quiet="') if line.quiet else ""
-    return group.format(quiet, _json(line.facts), line.name, _json(at), Markup("").join(drawn))
+    return group.format(quiet, _json(line.facts), line.name, at, Markup("").join(drawn))
 
 
 def over_values(
@@ -258,20 +260,14 @@ def _band(y: float, se: float) -> tuple[float, float]:
     return y - reach, y + reach
 
 
-def _said(point: tuple[float, float, float, int], percent: bool) -> str:
-    x, y, se, seeds = point
-    error = f" ± {number(se, percent)}" if math.isfinite(se) else ""
-    return f"task {x:g}: {number(y, percent)}{' %' if percent else ''}{error}, {seeds} seed{'s' * (seeds != 1)}"
-
-
 def _polyline(points: Sequence[tuple[float, float]], look: Look, more: str = "", *values: object) -> Markup:
     dash = Markup(' stroke-dasharray="{}"').format(look.dash) if look.dash else ""
     head = Markup('<polyline points="{}" stroke="{}" fill="none"{}{}/>')
     return head.format(_points(points), look.colour, dash, Markup(more).format(*values))
 
 
-def _points(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _points(points: Sequence[tuple[float, float]], digits: int = 1) -> str:
+    return " ".join(f"{x:.{digits}f},{y:.{digits}f}" for x, y in points)
 
 
 def _json(value: object) -> Markup:

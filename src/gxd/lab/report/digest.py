@@ -312,7 +312,7 @@ def _walk(directory: Path) -> Iterator[tuple[Run | Assay, Path]]:
         elif "config.json" in files and ("metrics.jsonl" in files or "status.json" in files):
             if _json(here / "config.json").get("experiment") != "assay":  # else before its first checkpoint
                 yield read_run(here), here
-        else:
+        elif "protocol.json" not in files:  # the digest of a leaderboard is another one
             for name in ("digest.jsonl", "assay.jsonl"):
                 if name in files:
                     for item in read_digest(here / name):

@@ -102,7 +102,10 @@ function cool() {
   tip.hidden = true;
 }
 for (const svg of document.querySelectorAll("svg.chart")) {
-  const lines = [...svg.querySelectorAll(".line")].map((line) => [line, JSON.parse(line.dataset.at)]);
+  const lines = [...svg.querySelectorAll(".line")].map((line) => {
+    const places = line.querySelector("polyline").getAttribute("points").split(" ");
+    return [line, line.dataset.at.split(";").map((text, i) => [...places[i].split(",").map(Number), text])];
+  });
   if (!lines.length) continue;
   const show = (event) => {
     const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
@@ -120,7 +123,9 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     hot.classList.add("hot");
     tip.innerHTML = "<b></b><span></span>";
     tip.firstChild.textContent = hot.dataset.name;
-    tip.lastChild.textContent = best[1];
+    const [task, mean, error, seeds] = best[1].split(" ");
+    const within = error === "nan" ? "" : ` ± ${error}`;
+    tip.lastChild.textContent = `task ${task}: ${mean}${svg.dataset.unit}${within}, ${seeds} seed${seeds === "1" ? "" : "s"}`;
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import base
@@ -15,6 +16,7 @@ from gxd.lab.report.digest import Run
 from gxd.lab.report.evidence import Group, Panel
 from gxd.lab.report.page import Block, Section
 
+Wanted = Literal["auto", "yes", "no"]
 STREAMS = ("permuted-mnist", "permuted-digits")
 TITLE = "Beside the paper"
 # Of the paper's settings, those without which a run is of another experiment.
@@ -33,26 +35,23 @@ ABOUT = {
 }
 
 
-def of_paper(found: digest.Collection) -> digest.Collection | None:
-    """What can be set beside the paper: runs of its experiments in its settings, two methods at least, and assays."""
-    runs = [run for run in found.runs if _in_its_settings(run)]
-    methods: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        methods.setdefault((run.study, run.experiment), set()).add(str(run.config["method"]))
-    if not found.assays and all(len(names) < 2 for names in methods.values()):
+def beside_paper(found: digest.Collection, wanted: Wanted) -> PaperPart | None:
+    """The part, if it is wanted: by default if runs of the paper's experiments in its settings, or assays, can say
+    something about its claims. Raises :class:`UserError` if it is asked for and there is nothing.
+    """
+    if wanted == "no":
         return None
-    return digest.Collection(runs, found.assays, found.sources)
-
-
-def all_of_paper(found: digest.Collection) -> digest.Collection:
-    """Everything of the paper's experiments, in whatever settings. Raises :class:`UserError` if there is nothing."""
+    if wanted == "auto":
+        runs = [run for run in found.runs if _in_its_settings(run)]
+        part = PaperPart(digest.Collection(runs, found.assays, found.sources))
+        return part.make() if part.says_something else None
     runs = [run for run in found.runs if run.experiment in paper.EXPERIMENTS]
     if not runs and not found.assays:
         raise UserError(
             f"--paper yes: there is no run of {', '.join(paper.EXPERIMENTS)} below {', '.join(found.sources)}, and no "
             "assay; make them with the files in sweeps/, or leave --paper out"
         )
-    return digest.Collection(runs, found.assays, found.sources)
+    return PaperPart(digest.Collection(runs, found.assays, found.sources), whole=True).make()
 
 
 def _in_its_settings(run: Run) -> bool:
@@ -72,7 +71,7 @@ def _in_its_settings(run: Run) -> bool:
 
 @dataclass
 class PaperPart:
-    """What has been made so far. Each method adds a section.
+    """The claims as the runs judge them, and what :meth:`make` has made so far; each method adds a section.
 
     Args:
         whole: also what there are no runs of, with the commands that would make them.
@@ -93,6 +92,14 @@ class PaperPart:
         judged = verdicts.verdicts(self.columns, self.panels)
         present = {*self.panels, *(["assay"] if self.columns else [])}
         self.judged = [one for one in judged if self.whole or one.arena in present]
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a claim can be tested, or a table of assays be filled."""
+        return self.whole or bool(self.columns) or any(one.result != verdicts.UNTESTED for one in self.judged)
+
+    def make(self) -> PaperPart:
+        """Make all sections."""
         self.claims()
         if self.whole or self.columns:
             self.assay()
@@ -104,6 +111,7 @@ class PaperPart:
         if self.whole or self.panels:
             self.questions()
         self.settings()
+        return self
 
     def section(self, anchor: str, title: str, text: str, parts: Iterable[Block | figures.Picture]) -> None:
         parts = list(parts)
