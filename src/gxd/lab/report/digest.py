@@ -310,13 +310,23 @@ def _walk(directory: Path) -> Iterator[tuple[Run | Assay, Path]]:
         if "config.json" in files and "assay.jsonl" in files:
             yield read_assay(here), here
         elif "config.json" in files and ("metrics.jsonl" in files or "status.json" in files):
-            if _json(here / "config.json").get("experiment") != "assay":  # else before its first checkpoint
-                yield read_run(here), here
+            # Without an experiment it is of another program; an assay is here before its first checkpoint.
+            if _json(here / "config.json").get("experiment") not in (None, "assay"):
+                yield _readable(here), here
         elif "protocol.json" not in files:  # the digest of a leaderboard is another one
             for name in ("digest.jsonl", "assay.jsonl"):
                 if name in files:
                     for item in read_digest(here / name):
                         yield item, here / name
+
+
+def _readable(directory: Path) -> Run:
+    try:
+        return read_run(directory)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{directory} cannot be read as a run ({error}): remove it, and run again") from error
 
 
 def read_digest(path: Path) -> Iterator[Run | Assay]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import gxd
+from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS, base, experiment
 from gxd.lab.report import numbers, paper
@@ -28,8 +30,6 @@ CHOOSERS: tuple[Callable[[str], str], ...] = (
     lambda name: f"{name}-selection",
     lambda name: "tuning" if name == "report" else "",
 )
-
-DEFAULT = "default"  # an option that was not given
 
 Facet = tuple[tuple[str, str], ...]  # field and value, as they are shown
 
@@ -249,10 +249,11 @@ def _study(name: str, kind: str, runs: Sequence[Run]) -> Study:
     options = {option for group in members for option in _options(group.runs[0].config)}
     fields = sorted({field for config in configs for field in config}, key=field_order)
     shown = [{field: short(config[field]) for field in fields if field in config} for config in configs]
-    for values in shown:
-        # A field that came later is left out of a run while it has the value that everything had before; an option
-        # that is not given has the method's own default.
-        values.update({field: short(base.BEFORE.get(field, DEFAULT)) for field in fields if field not in values})
+    for group, values in zip(members, shown, strict=True):
+        # What a run leaves out has the value that everything had before there was such a field, or is an option that
+        # has its default.
+        usual = {**base.BEFORE, **_defaults(group.method)}
+        values.update({field: short(usual.get(field)) for field in fields if field not in values})
     fixed = {field: shown[0][field] for field in fields if len({values[field] for values in shown}) == 1}
     facet_fields = tuple(field for field in fields if field not in {*fixed, *TUNED, *options})
     settings = [
@@ -283,6 +284,12 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, dict):  # of another version
         return {"options": options}
     return {f"options.{name}" if name in config else name: value for name, value in options.items()}
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    """The options of a method with their defaults; none if this version does not know it."""
+    name = methods.registered(method)
+    return dict(gxd.methods()[name].options) if name in gxd.methods() else {}
 
 
 def field_order(field: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from gxd.lab.report.page import Charts
 from gxd.lab.report.study import Facet, Setting, Study, is_share
 from gxd.lab.report.study_tables import facet_title, mean
 
-LARGE, SMALL = (480, 290), (330, 210)
+LARGE, SMALL = (430, 270), (330, 210)
 # In this order, then by name.
 METRICS = [
     *("test_accuracy", "online_accuracy", "test_loss", "loss", "dormant_fraction", "effective_rank", "stable_rank"),

@@ -29,9 +29,7 @@ def overview(study: Study, name: str) -> Table:
     }
     for what, chips in rows.items():
         table.rows.append([Cell(what), Cell(", ".join(chip.text for chip in chips), chips=tuple(chips))])
-    table.caption = (
-        "The same in all runs: " + ", ".join(f"{field} {value}" for field, value in study.fixed.items()) + "."
-    )
+    table.caption = f"The same in all runs: {', '.join(f'{one} {value}' for one, value in study.fixed.items())}."
     return table
 
 
