@@ -34,7 +34,7 @@ ASK = """
 const seen = {};
 const all = (selector) => [...document.querySelectorAll(selector)];
 const shown = (selector) => all(selector).filter((one) => one.getClientRects().length).length;
-const boxes = (text) => all(".filters label").filter((label) => label.textContent === text).map((one) => one.firstChild);
+const boxes = (text) => all(".filters label").filter((one) => one.textContent === text).map((one) => one.firstChild);
 const box = (text) => boxes(text)[0];
 const curves = "#study1-curves ~ div .line";
 %s

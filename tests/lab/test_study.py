@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+import gxd
 import gxd_command as cli
 from gxd.lab.experiments import experiment as experiment_of
 from gxd.lab.grid import load
@@ -275,6 +276,14 @@ def test_what_differs_between_methods_alone_was_not_swept(tmp_path):
     (one,) = study.studies(digest.collect([tmp_path]).runs)
     assert dict(one.swept) == {"threshold": ("0.1", "0.2")} and one.facet_fields == ()
     assert one.fixed["tasks"] == "30" and "rate" not in one.fixed
+
+
+def test_an_option_that_is_not_given_has_its_default_and_one_named_like_a_field_its_own_place(tmp_path):
+    write(tmp_path / "now", method="hare_and_tortoise")
+    write(tmp_path / "now", method="hare_and_tortoise", options={"decay": 0.9})
+    (one,) = study.studies(digest.collect([tmp_path]).runs)
+    default = gxd.methods()["hare_and_tortoise"].options["decay"]
+    assert dict(one.swept) == {"options.decay": ("0.9", f"{default:g}")} and one.fixed["decay"] == "0.99"
 
 
 def test_the_runs_of_another_version_are_shown_with_a_warning(tmp_path):

@@ -252,7 +252,7 @@ def _study(name: str, kind: str, runs: Sequence[Run]) -> Study:
     for group, values in zip(members, shown, strict=True):
         # What a run leaves out has the value that everything had before there was such a field, or is an option that
         # has its default.
-        usual = {**base.BEFORE, **_defaults(group.method)}
+        usual = {**base.BEFORE, **_defaults(group.runs[0].config)}
         values.update({field: short(usual.get(field)) for field in fields if field not in values})
     fixed = {field: shown[0][field] for field in fields if len({values[field] for values in shown}) == 1}
     facet_fields = tuple(field for field in fields if field not in {*fixed, *TUNED, *options})
@@ -283,13 +283,18 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     options = config.get("options") or {}
     if not isinstance(options, dict):  # of another version
         return {"options": options}
+    return _beside(config, options)
+
+
+def _beside(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by names that no field has."""
     return {f"options.{name}" if name in config else name: value for name, value in options.items()}
 
 
-def _defaults(method: str) -> dict[str, Any]:
-    """The options of a method with their defaults; none if this version does not know it."""
-    name = methods.registered(method)
-    return dict(gxd.methods()[name].options) if name in gxd.methods() else {}
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run's method with their defaults; none if this version does not know it."""
+    name = methods.registered(str(config.get("method")))
+    return _beside(config, gxd.methods()[name].options) if name in gxd.methods() else {}
 
 
 def field_order(field: str) -> tuple[int, str]:
