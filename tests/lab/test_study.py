@@ -229,7 +229,8 @@ def test_runs_under_way_are_named_and_in_no_number(tmp_path):
     out = report([tmp_path / "runs"], tmp_path / "out").parent
     (row,) = rows(out, "study-now-permuted-digits-best")
     assert float(row["last"]) == pytest.approx(fmean(values_of(done)[-3:]), abs=2e-5)
-    assert "redo, seed 1: task 11 of 30." in (out / "index.html").read_text()
+    page = (out / "index.html").read_text()
+    assert "redo, seed 1: task 11 of 30." in page and "1 not complete" in page
 
 
 def test_a_study_with_nothing_but_runs_under_way_still_has_curves(tmp_path):
@@ -297,6 +298,7 @@ def test_the_runs_of_another_version_are_shown_with_a_warning(tmp_path):
     assert "This version does not know rotated-digits" in page and "of_before n=2" in page
     assert "In 1 settings the seeds were made with different versions of gxd or torch." in page
     assert "Milliseconds per step" in page and "gxd run rotated-digits" in page
+    assert report([tmp_path / "out"], tmp_path / "again").read_text() == page
 
 
 # --- without scripts, and with bad input ------------------------------------------------------------------------------

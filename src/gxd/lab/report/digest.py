@@ -23,6 +23,7 @@ NO_DIGEST = "this is no digest that `gxd report` wrote; name another file, or a 
 # What does not change the numbers of a run, and so does not separate two settings.
 NEUTRAL = {"seed", "seeds", "device", "threads", "data_dir"}
 SETTLED = ("done", "diverged")
+GUESSED = ("test_accuracy", "online_accuracy", "test_loss", "loss")  # what may count in an unknown experiment, in order
 
 RunName = tuple[str, str, str, int]  # study, experiment, key, seed
 AssayName = tuple[tuple[str, str], str, int]  # column, key, seed
@@ -91,8 +92,9 @@ class Run:
         return total / sum(sizes[-need:])
 
     def slim(self) -> Run:
-        """The run with the metric that counts alone, and its test accuracy."""
-        names = {"test_accuracy", EXPERIMENTS[self.experiment].metric if self.experiment in EXPERIMENTS else "loss"}
+        """The run with its test accuracy and the metric that counts; all that may, if we do not know the experiment."""
+        counts = [EXPERIMENTS[self.experiment].metric] if self.experiment in EXPERIMENTS else GUESSED
+        names = {"test_accuracy", *counts}
         return replace(self, series={name: values for name, values in self.series.items() if name in names})
 
     def line(self) -> dict[str, Any]:

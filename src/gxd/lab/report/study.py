@@ -18,7 +18,7 @@ from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS, base, experiment
 from gxd.lab.report import numbers, paper
-from gxd.lab.report.digest import NEUTRAL, Run
+from gxd.lab.report.digest import GUESSED, NEUTRAL, Run
 from gxd.lab.report.evidence import CHOSEN, RESETS, Curve, Group, curve, groups
 from gxd.lab.report.tables import short
 from gxd.lab.selection import LAST
@@ -87,10 +87,8 @@ def goal(name: str, runs: Sequence[Run]) -> Goal:
         kind = experiment(name)
         return Goal(kind.metric, kind.higher_is_better, kind.learned_nothing, kind().counts)
     logged = {metric for run in runs for metric in run.series}
-    for metric in ("test_accuracy", "online_accuracy"):
-        if metric in logged:
-            return Goal(metric)
-    return Goal("test_loss" if "test_loss" in logged else "loss", higher=False, nothing=math.inf)
+    metric = next((metric for metric in GUESSED if metric in logged), GUESSED[0])
+    return Goal(metric) if metric.endswith("accuracy") else Goal(metric, higher=False, nothing=math.inf)
 
 
 def is_share(metric: str) -> bool:
@@ -116,18 +114,19 @@ class Setting:
         """Over the first tenth of the tasks."""
         return numbers.mean(self.goal.over(run, last=False) for run in self.group.runs)
 
+    @cached_property
     def finals(self) -> dict[int, float]:
         """Over the last tenth of the tasks, by seed, of the runs that lived to the end."""
         found = {run.seed: self.goal.over(run, last=True) for run in self.group.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self) -> numbers.Mean:
-        """The mean of :meth:`finals`."""
-        return numbers.mean(self.finals().values())
+        """The mean of ``finals``."""
+        return numbers.mean(self.finals.values())
 
     def merit(self) -> float:
         """The larger the better: as `gxd sweep` chooses, a run that diverged has learned nothing."""
-        reached = [*self.finals().values(), *[self.goal.nothing] * len(self.group.diverged)]
+        reached = [*self.finals.values(), *[self.goal.nothing] * len(self.group.diverged)]
         if not reached:
             return -math.inf
         value = sum(reached) / len(reached)
@@ -214,7 +213,7 @@ class Study:
         for field, values in self.swept.items():
             by_rest: dict[Facet, dict[str, list[Setting]]] = defaultdict(lambda: defaultdict(list))
             for setting in self.settings:
-                if setting.values[field] in values and (setting.finals() or setting.group.diverged):
+                if setting.values[field] in values and (setting.finals or setting.group.diverged):
                     rest = tuple(pair for pair in setting.facet if pair[0] != field)
                     by_rest[rest][setting.method].append(setting)
             for rest, found in by_rest.items():

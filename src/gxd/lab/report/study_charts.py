@@ -26,7 +26,7 @@ def learning(study: Study, anchor: str) -> Charts:
     for facet, settings in study.facets.items():
         curves = {id(setting): setting.curve() for setting in settings}
         lines = _lines(study, facet, settings, curves, named=True)
-        end = max(setting.group.tasks for setting in settings)
+        end = _reached(settings)
         svg = chart.over_tasks(
             lines, percent=study.goal.percent, end=end, title=f"{study.goal.label} by task", size=LARGE
         )
@@ -76,13 +76,18 @@ def inside(study: Study, anchor: str) -> tuple[list[Charts], list[str]]:
             curves = {id(setting): setting.curve(name) for setting in best.values()}
             lines = _lines(study, facet, list(best.values()), curves, named=False)
             title = name.replace("_", " ") + (", %" if is_share(name) else "")
-            end = max(setting.group.tasks for setting in best.values())
+            end = _reached(list(best.values()))
             svg = chart.over_tasks(lines, percent=is_share(name), end=end, title=f"{title} by task", size=SMALL)
             made.append(Chart(title, svg, dict(facet)))
             names.append(name)
         if made:
             found.append(Charts(anchor, made, facet_title(facet), dict(facet), _legend(best, looks), small=True))
     return found, list(dict.fromkeys(names))
+
+
+def _reached(settings: Sequence[Setting]) -> int:
+    """The last task of any run."""
+    return max(run.tasks for setting in settings for run in setting.group.runs)
 
 
 def _logged(study: Study, settings: Sequence[Setting]) -> list[str]:

@@ -19,7 +19,8 @@ MARKS = {"done": "good", "diverged": "bad"}
 def overview(study: Study, name: str) -> Table:
     """What was run, what was swept, and what was the same in all runs."""
     table = Table(f"{name}-overview", "Runs and settings", "", ["What", "Values"])
-    statuses = Counter(run.status for run in study.runs)
+    # A run that is not over may be under way or broken off: its files do not tell.
+    statuses = Counter(run.status if run.status in SETTLED else "not complete" for run in study.runs)
     rows = {
         "runs": [Cell(f"{count} {one}", "", MARKS.get(one, "unknown")) for one, count in statuses.most_common()],
         "counts": [_chip(f"{study.goal.label} ({study.goal.better})")],
