@@ -30,7 +30,8 @@ def learning(study: Study, anchor: str) -> Charts:
         svg = chart.over_tasks(
             lines, percent=study.goal.percent, end=end, title=f"{study.goal.label} by task", size=LARGE
         )
-        legend = [Entry(line.name, line.look, line.facts, line.quiet) for line in lines]
+        first = sorted(lines, key=lambda line: line.quiet)  # the best, which are drawn last
+        legend = [Entry(line.name, line.look, line.facts, line.quiet) for line in first]
         made.append(Chart(facet_title(facet), svg, dict(facet), legend))
     return Charts(anchor, made)
 
