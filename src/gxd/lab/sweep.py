@@ -70,14 +70,14 @@ def command(argv: list[str]) -> int:
         return 0
     if options.list:
         return _list(sweep, options)
-    grid, *final = _stages(sweep, options.out)
+    grid, *final = stages_of(sweep, options.out)
     outcomes = _run(sweep, grid, options)
     for _ in final:
         choices = select(sweep, options.out)
         file = write_selection(sweep, choices, options.out)
         metric = sweep.kind.metric.replace("_", " ")
         print(f"{selection_table(sweep, choices)}\n\nchosen by final {metric}; all candidates are in {file}\n")
-        outcomes += _run(sweep, _stages(sweep, options.out)[1], options)
+        outcomes += _run(sweep, stages_of(sweep, options.out)[1], options)
         for choice in choices:
             if choice.best is None:
                 print(f"gxd: no final runs for {_words(choice.per)}: runs of its grid are missing", file=sys.stderr)
@@ -134,7 +134,7 @@ def _conclude(outcomes: Sequence[Outcome], root: Path) -> int:
     return 1 if failures else 0
 
 
-def _stages(sweep: Sweep, out: Path) -> list[Stage]:
+def stages_of(sweep: Sweep, out: Path) -> list[Stage]:
     """The grid, and the final runs as far as they are known."""
     stages = [Stage("grid" if sweep.final else "runs", sweep.runs(), sweep.grid_root(out))]
     if sweep.final is not None:
@@ -145,7 +145,7 @@ def _stages(sweep: Sweep, out: Path) -> list[Stage]:
 def _plan(sweep: Sweep, options: Options) -> str:
     """What there is to do, for --dry-run."""
     lines = []
-    stages = _stages(sweep, options.out)
+    stages = stages_of(sweep, options.out)
     for stage in stages:
         missing = stage.missing()
         done = len(stage.runs) - len(missing)
@@ -186,7 +186,7 @@ def _estimate(stages: Sequence[Stage], processes: int) -> str:
 
 def _list(sweep: Sweep, options: Options) -> int:
     """One command line per missing run of the stage that is next."""
-    for stage in _stages(sweep, options.out):
+    for stage in stages_of(sweep, options.out):
         missing = stage.missing()
         for run in missing:
             print(command_line(run, stage.root))

@@ -18,33 +18,6 @@ NAMED = (BASE, FRESH, "gxd", "gxd_age", "contribution")
 BEST = 3
 ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7"}
 OTHERS = ("#d55e00", "#cc6699", "#a6761d")
-# A click on a column's head sorts by it, by the first number in the cells if they have one; what has none stays last.
-SORT = """
-for (const table of document.querySelectorAll("table.sortable")) {
-  const value = (row, i) => {
-    const text = row.cells[i].firstElementChild.textContent.trim();
-    const number = parseFloat(text.replace("infinite", "Infinity"));
-    return Number.isNaN(number) ? (text === "–" ? null : text) : number;
-  };
-  table.querySelectorAll("th").forEach((head, i) => {
-    const button = document.createElement("button");
-    button.textContent = head.textContent;
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
-      const up = head.getAttribute("aria-sort") !== "ascending";
-      for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const rows = [...table.tBodies[0].rows].sort((one, other) => {
-        const a = value(one, i), b = value(other, i);
-        if (a === null || b === null) return (a === null) - (b === null);
-        const order = typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1;
-        return up ? order : -order;
-      });
-      table.tBodies[0].append(...rows);
-    });
-  });
-}
-"""
 
 
 def render(lead: str, board: Board, ranks: Table, streams: Sequence[tuple[Track, Table]]) -> str:
@@ -62,7 +35,7 @@ def render(lead: str, board: Board, ranks: Table, streams: Sequence[tuple[Track,
         (str(len(board.tracks)), "streams"),
         (f"{complete} of {len(board.rows)}", "rows complete"),
     ]
-    return page.render("Leaderboard", lead, facts, sections, made_by="gxd leaderboard show", script=SORT)
+    return page.render("Leaderboard", lead, facts, sections, made_by="gxd leaderboard show")
 
 
 def _curves(board: Board, track: Track, name: str) -> Shown | None:

@@ -1,4 +1,4 @@
-"""``gxd report``: the paper's tables and figures beside ours, as one page, and the digest it can be made from again."""
+"""``gxd report``: a page about studies, beside the paper where they are of it, and the digest it can be made from."""
 
 from __future__ import annotations
 

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
 
 from gxd.lab.arguments import parse
 from gxd.lab.errors import UserError
-from gxd.lab.report import digest, evidence, figures, page, paper, provenance, questions, tables, verdicts
-from gxd.lab.report.evidence import Group, Panel
+from gxd.lab.report import digest, page, provenance, study, study_page
+from gxd.lab.report.evidence import groups
 from gxd.lab.report.page import Block, Section
-
-STREAMS = ("permuted-mnist", "permuted-digits")
-TITLE = "GXD, reproduced: the paper's tables and figures beside ours"
-LEAD = (
-    "GXD ranks the hidden units of a network by what their reset would do to its output, and resets the cheapest. "
-    "This page sets our runs beside the numbers of the paper (arXiv 2605.06834)."
-)
-ABOUT = {
-    "permuted-mnist": "The paper's plasticity experiment: MNIST with its pixels permuted anew for every task. "
-    "The paper shows curves and prints no numbers.",
-    "permuted-digits": "Ours, after the paper's Permuted MNIST: 8×8 digits and a small network. "
-    "Cheap enough for hundreds of runs on a laptop; not an experiment of the paper.",
-    "cifar100": "Pairs of classes, one after another, with a small ResNet: the paper's test of feature stability.",
-}
+from gxd.lab.report.paper_part import PaperPart, Wanted, beside_paper
+from gxd.lab.report.tables import Table
 
 
 @dataclass(frozen=True)
 class Options:
-    """Tables and figures of the paper beside ours, from all runs, assays and digests below the directories."""
+    """One page about all runs below the directories: learning curves, what every setting does, the best, and more.
+
+    Runs of the paper's experiments in its settings, and assays, are also set beside the paper.
+    """
 
     directories: tyro.conf.Positional[tuple[Path, ...]]
     """Where to look: directories with runs, assays or digest.jsonl files, at any depth."""
     out: Path = Path("report")
-    """Where the report goes: index.html, figures/, tables/, digest.jsonl, assay.jsonl."""
+    """Where the report goes: index.html, tables/, figures/ (of the paper), digest.jsonl, assay.jsonl."""
+    paper: Wanted = "auto"
+    """Whether to set runs beside the paper. auto: those of its experiments in its settings.
+    yes: whatever there is of its experiments, and what is missing, with the commands that make it. no: not at all."""
 
 
 def command(argv: list[str]) -> int:
@@ -46,16 +40,16 @@ def command(argv: list[str]) -> int:
     options = parse(Options, argv, "gxd report")
     if not options.directories:
         raise UserError(f"name a directory with runs; {digest.REMEDY}")
-    index = report(options.directories, options.out)
+    index = report(options.directories, options.out, options.paper)
     print(f"the report is {index}")
     return 0
 
 
-def report(directories: Sequence[Path], out: Path) -> Path:
+def report(directories: Sequence[Path], out: Path, paper: Wanted = "auto") -> Path:
     """Make the report in ``out`` and return the path of its page."""
     found = digest.collect(directories)
     _refuse_to_lose(found, out)
-    made = compose(found)
+    made = compose(found, paper)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -72,18 +66,12 @@ def report(directories: Sequence[Path], out: Path) -> Path:
     return out / "index.html"
 
 
-def compose(found: digest.Collection) -> Report:
+def compose(found: digest.Collection, paper: Wanted = "auto") -> Report:
     """Every section of the report, nothing written yet."""
-    made = Report(found)
-    made.claims()
-    made.assay()
-    for name in STREAMS:
-        made.stream(name)
-    made.cifar()
-    made.others()
-    made.questions()
-    made.settings()
-    return made
+    part = beside_paper(found, paper)
+    if not found.runs and part is None:
+        raise UserError("there are assays and no runs, and assays are set beside the paper: leave --paper out")
+    return Report(found, study.studies(found.runs), part)
 
 
 def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
@@ -99,139 +87,71 @@ def _refuse_to_lose(found: digest.Collection, out: Path) -> None:
             )
 
 
+@dataclass
 class Report:
-    """What has been made so far. Each method adds a section."""
+    """A page about studies, and the part beside the paper if there is one."""
 
-    def __init__(self, found: digest.Collection) -> None:
-        self.found = found
-        names = sorted({run.experiment for run in found.runs})
-        self.panels: dict[str, dict[Panel, dict[str, Group]]] = {
-            name: evidence.shown([run for run in found.runs if run.experiment == name]) for name in names
-        }
-        self.columns = evidence.assay_columns(found.assays)
-        self.judged = verdicts.verdicts(self.columns, self.panels)
-        self.tables: list[tables.Table] = []
-        self.pictures: list[figures.Picture] = []
-        self.sections: list[tuple[Section, list[Block | figures.Picture]]] = []
+    found: digest.Collection
+    studies: list[study.Study]
+    paper: PaperPart | None
+    sections: list[Section] = field(default_factory=list)
 
-    def section(self, anchor: str, title: str, text: str, parts: Iterable[Block | figures.Picture]) -> None:
-        parts = list(parts)
-        self.pictures += [part for part in parts if isinstance(part, figures.Picture)]
-        self.tables += [part.table for part in parts if isinstance(part, Block) and part.table is not None]
-        self.sections.append((Section(anchor, title, [text] if text else []), parts))
+    def __post_init__(self) -> None:
+        names = [study_page.title(one) for one in self.studies]
+        for one, name in zip(self.studies, names, strict=True):
+            made = study_page.sections(one, self.studies)
+            if len(names) > 1 or self.paper is not None:
+                made[0].part = name if len(names) > 1 else "The study"
+            self.sections += made
+        self.title = f"{len(names)} studies" if len(names) > 1 else f"Study: {names[0]}" if names else "Reset cost"
+        self.lead = f"{', '.join(names)}." if len(names) > 1 else ""
 
-    def claims(self) -> None:
-        text = "Each verdict is computed from the runs by the rule below the table; none is written by hand."
-        overview, detail = verdicts.overview(self.judged), verdicts.detail(self.judged)
-        self.section(
-            "claims",
-            "Claims",
-            text,
-            [Block(table=overview, kind="claims"), Block(table=detail, kind="claims", fold=True)],
-        )
-
-    def assay(self) -> None:
-        text = (
-            "How well does a utility predict what the reset of a unit does to the output? Each unit is clamped in turn."
-        )
-        first = tables.spearman("spearman", "Table 1: Spearman of utility and shock", paper.SPEARMAN, self.columns)
-        second = tables.spearman(
-            "spearman-variants",
-            "Appendix table: Spearman of the GXD variants",
-            paper.SPEARMAN_VARIANTS,
-            self.columns,
-            only=paper.VARIANTS,
-        )
-        parts: list[Block | figures.Picture] = [Block(table=first, kind="dense"), Block(table=second, kind="dense")]
-        extra = [column for column in self.columns if column not in paper.COLUMNS]
-        if extra:
-            title = "Spearman of utility and shock where the paper prints none (ours)"
-            third = tables.spearman("spearman-ours", title, {}, self.columns, shown=extra)
-            parts.append(Block(table=third, kind="dense"))
-        parts += figures.assay_figures(self.columns)
-        if self.columns:
-            parts.append(Block(table=tables.shocks(self.columns), kind="dense", fold=True))
-        self.section("assay", "Reset cost", text, parts)
-
-    def stream(self, name: str) -> None:
-        panels = self.panels.get(name, {})
-        parts: list[Block | figures.Picture] = [*figures.stream_figures(name, panels)]
-        if panels:
-            parts += [figures.diagnostics(name, panels), Block(table=tables.summary(name, panels), kind="wide grouped")]
-        self.section(name, paper.EXPERIMENTS[name], ABOUT[name], parts)
-
-    def cifar(self) -> None:
-        panels = self.panels.get("cifar100", {})
-        parts: list[Block | figures.Picture] = [*figures.cifar_figures(panels)]
-        if panels:
-            parts.append(Block(table=tables.summary("cifar100", panels), kind="wide grouped"))
-        self.section("cifar100", paper.EXPERIMENTS["cifar100"], ABOUT["cifar100"], parts)
-
-    def others(self) -> None:
-        """Experiments that the paper does not have."""
-        for name in sorted(self.panels.keys() - {*STREAMS, "cifar100"}):
-            self.section(name, name, "", [Block(table=tables.summary(name, self.panels[name]), kind="wide")])
-
-    def questions(self) -> None:
-        text = f"{questions.RULE[0].upper()}{questions.RULE[1:]}"
-        parts: list[Block | figures.Picture] = []
-        for ask in (questions.compensation, questions.sketch, questions.replacement):
-            question = ask(self.found.runs)
-            if question.missing:
-                parts.append(Block(points=[f"{question.title} Not answered here."], missing=question.missing))
-                continue
-            several = bool(question.together.rows)
-            if several:
-                parts.append(Block(table=question.together, kind="wide asked"))
-            parts.append(Block(points=question.answers))
-            parts.append(Block(table=question.table, kind="wide dense asked", fold=several))
-        self.section("questions", "Open questions", text, parts)
-
-    def settings(self) -> None:
-        times = [run.seconds for run in self.found.runs] + [assay.seconds for assay in self.found.assays]
-        hours = sum(time or 0.0 for time in times) / 3600
-        text = (
-            f"{len(self.found.runs)} runs and {len(self.found.assays)} assays, {hours:.1f} hours of computing. What "
-            "differs from the paper's settings is marked. Numbers of a smaller scale are evidence about that scale."
-        )
-        parts: list[Block | figures.Picture] = [
-            Block(table=table) for table in provenance.settings(self.panels, self.columns)
-        ]
-        parts.append(Block(table=provenance.versions(self.found)))
-        absent = provenance.missing(self.found, self.panels, self.columns, self.pictures)
-        parts.append(Block(points_title="What is missing", points=absent))
-        if self.found.runs:
-            parts.append(Block(table=tables.all_settings(self.found), kind="dense", fold=True))
-        commands = provenance.commands(self.found)
-        parts.append(Block(code="\n".join(commands), code_title="The commands that make these runs"))
-        self.section("settings", "Settings and scale", text, parts)
+    @property
+    def tables(self) -> list[Table]:
+        """All tables."""
+        ours = [block.table for section in (*self.sections, self._origin()) for block in section.blocks]
+        return [*(self.paper.tables if self.paper else []), *(table for table in ours if table is not None)]
 
     def write(self, out: Path) -> None:
         """Write everything below ``out``."""
-        saved = page.save_pictures(self.pictures, out / "figures")
+        sections = list(self.sections)
+        drawn = {id(run) for one in self.studies for setting in one.chosen() for run in setting.group.runs}
         page.save_tables(self.tables, out / "tables")
-        for section, parts in self.sections:
-            section.blocks = [
-                Block(picture=saved[part.name]) if isinstance(part, figures.Picture) else part for part in parts
-            ]
-        drawn = {id(run) for group in self._groups() for run in group.runs}
+        if self.paper is not None:
+            saved = page.save_pictures(self.paper.pictures, out / "figures")
+            drawn |= {id(run) for group in self.paper.groups() for run in group.runs}
+            for section, parts in self.paper.sections:
+                section.blocks = [
+                    part if isinstance(part, Block) else Block(picture=saved[part.name]) for part in parts
+                ]
+                sections.append(section)
         digest.write(self.found, out, drawn)
+        sections.append(self._origin())
         files = sorted(f"{folder}/{file.name}" for folder in page.FOLDERS for file in (out / folder).glob("*.*"))
-        sections = [section for section, _ in self.sections]
-        text = page.render(TITLE, LEAD, self._facts(), sections, made_by="gxd report", files=files)
+        text = page.render(self.title, self.lead, self._facts(), sections, made_by="gxd report", files=files)
         (out / "index.html").write_text(text, encoding="utf-8")
 
-    def _groups(self) -> list[Group]:
-        return [group for panels in self.panels.values() for methods in panels.values() for group in methods.values()]
+    def _origin(self) -> Section:
+        """Where all of it comes from."""
+        blocks = [Block(table=provenance.versions(self.found))]
+        blocks.append(Block(points=provenance.warnings(self.found)))
+        commands = provenance.commands(self.found)
+        blocks.append(Block(code="\n".join(commands), code_title="The commands that make these runs"))
+        part = "Origin" if any(section.part for section in self.sections) or self.paper else ""
+        return Section("origin", "Versions and commands", blocks=blocks, part=part)
 
     def _facts(self) -> list[tuple[str, str]]:
         runs, assays = self.found.runs, self.found.assays
+        seconds = [run.seconds for run in runs] + [assay.seconds for assay in assays]
+        hours = sum(one or 0.0 for one in seconds) / 3600
+        under_way = sum(run.status not in digest.SETTLED for run in runs)
         facts = [
             (f"{len(runs):,}", "training runs"),
+            (f"{len(groups(runs)):,}", "settings"),
             (f"{sum(run.tasks for run in runs):,}", "tasks trained"),
             (f"{sum(run.status == 'diverged' for run in runs):,}", "runs diverged"),
-            (f"{sum(len(assay.checkpoints) for assay in assays):,}", "checkpoints assayed"),
+            *([(f"{under_way:,}", "runs not complete")] if under_way else []),
+            *([(f"{sum(len(assay.checkpoints) for assay in assays):,}", "checkpoints assayed")] if assays else []),
+            (f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min", "of computing"),
         ]
-        counts = [sum(one.result == result for one in self.judged) for result in verdicts.MARKS]
-        facts.append((" / ".join(map(str, counts)), "claims confirmed / not confirmed / undecided / not tested"))
-        return facts
+        return [*facts, *([self.paper.fact()] if self.paper is not None else [])]

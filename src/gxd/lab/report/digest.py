@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import EXPERIMENTS
 from gxd.lab.report import paper
 
 WINDOW = 50  # tasks at the start and at the end that a summary averages
@@ -22,6 +23,7 @@ NO_DIGEST = "this is no digest that `gxd report` wrote; name another file, or a 
 # What does not change the numbers of a run, and so does not separate two settings.
 NEUTRAL = {"seed", "seeds", "device", "threads", "data_dir"}
 SETTLED = ("done", "diverged")
+GUESSED = ("test_accuracy", "online_accuracy", "test_loss", "loss")  # what may count in an unknown experiment, in order
 
 RunName = tuple[str, str, str, int]  # study, experiment, key, seed
 AssayName = tuple[tuple[str, str], str, int]  # column, key, seed
@@ -90,9 +92,10 @@ class Run:
         return total / sum(sizes[-need:])
 
     def slim(self) -> Run:
-        """The run with its accuracy alone."""
-        kept = {name: values for name, values in self.series.items() if name == "test_accuracy"}
-        return replace(self, series=kept)
+        """The run with its test accuracy and the metric that counts; all that may, if we do not know the experiment."""
+        counts = [EXPERIMENTS[self.experiment].metric] if self.experiment in EXPERIMENTS else GUESSED
+        names = {"test_accuracy", *counts}
+        return replace(self, series={name: values for name, values in self.series.items() if name in names})
 
     def line(self) -> dict[str, Any]:
         """The run as one line of a digest."""
@@ -221,7 +224,7 @@ def _contradict(run: Run, other: Run) -> bool:
 def write(collection: Collection, out: Path, drawn: Container[int]) -> None:
     """Write ``digest.jsonl`` and ``assay.jsonl`` into ``out``, from which the same report can be made.
 
-    Runs whose ``id`` is not among those ``drawn`` (the candidates of a sweep, say) keep their accuracy alone.
+    Runs whose ``id`` is not among those ``drawn`` (the candidates of a sweep, say) keep the metric that counts alone.
     """
     runs = [run if id(run) in drawn else run.slim() for run in collection.runs]
     for name, items in (("digest.jsonl", runs), ("assay.jsonl", collection.assays)):
@@ -309,13 +312,23 @@ def _walk(directory: Path) -> Iterator[tuple[Run | Assay, Path]]:
         if "config.json" in files and "assay.jsonl" in files:
             yield read_assay(here), here
         elif "config.json" in files and ("metrics.jsonl" in files or "status.json" in files):
-            if _json(here / "config.json").get("experiment") != "assay":  # else before its first checkpoint
-                yield read_run(here), here
-        else:
+            # Without an experiment it is of another program; an assay is here before its first checkpoint.
+            if _json(here / "config.json").get("experiment") not in (None, "assay"):
+                yield _readable(here), here
+        elif "protocol.json" not in files:  # the digest of a leaderboard is another one
             for name in ("digest.jsonl", "assay.jsonl"):
                 if name in files:
                     for item in read_digest(here / name):
                         yield item, here / name
+
+
+def _readable(directory: Path) -> Run:
+    try:
+        return read_run(directory)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{directory} cannot be read as a run ({error}): remove it, and run again") from error
 
 
 def read_digest(path: Path) -> Iterator[Run | Assay]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -13,6 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from gxd.lab.report import style
+from gxd.lab.report.chart import Chart, Entry, Facts
 from gxd.lab.report.figures import Picture
 from gxd.lab.report.tables import Table
 
@@ -31,16 +32,43 @@ class Shown:
     svg: Markup | None
 
 
+@dataclass(frozen=True)
+class Filters:
+    """A place for checkboxes, which the script makes: they would be of no use without it. Those of a study go together.
+
+    ``every``: whether there are settings beside the best ones, to be asked for.
+    """
+
+    study: str
+    values: Mapping[str, Sequence[str]]
+    every: bool
+
+
+@dataclass
+class Charts:
+    """Charts of a study, side by side."""
+
+    study: str
+    charts: list[Chart]
+    title: str = ""
+    facts: Facts = field(default_factory=dict)
+    legend: list[Entry] = field(default_factory=list)
+    small: bool = False
+
+
 @dataclass
 class Block:
-    """A piece of a section: any of a picture, a table, a list, a command for what is missing, folded text."""
+    """A piece of a section: any of a picture, charts, a table, a list, a command for what is missing, folded text."""
 
     picture: Shown | None = None
+    filters: Filters | None = None
+    charts: Charts | None = None
     table: Table | None = None
     kind: str = ""
     fold: bool = False
     points: list[str] = field(default_factory=list)
     points_title: str = ""
+    fold_points: str = ""  # a title that the list is folded under
     missing: str = ""
     code: str = ""
     code_title: str = ""
@@ -48,12 +76,18 @@ class Block:
 
 @dataclass
 class Section:
-    """A heading with what stands below it."""
+    """A heading with what stands below it. ``part``: the heading of a part of the page that begins here."""
 
     anchor: str
     title: str
     texts: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    part: str = ""
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a script could do anything here."""
+        return any(block.charts is not None or "sortable" in block.kind for block in self.blocks)
 
 
 def save_pictures(pictures: Iterable[Picture], out: Path) -> dict[str, Shown]:
@@ -100,11 +134,19 @@ def render(
     *,
     made_by: str,
     files: Sequence[str] = (),
-    script: str = "",
 ) -> str:
-    """The page. Everything that came from a run is escaped; ``script`` is ours."""
+    """The page. Everything that came from a run is escaped; the script is ours."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    source = resources.files("gxd.lab.report").joinpath("template.html.j2").read_text(encoding="utf-8")
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # settings have an order of their own
+    ours = resources.files("gxd.lab.report")
+    source = ours.joinpath("template.html.j2").read_text(encoding="utf-8")
+    script = ours.joinpath("page.js").read_text(encoding="utf-8")
     return environment.from_string(source).render(
-        title=title, lead=lead, facts=facts, sections=sections, made_by=made_by, files=files, script=Markup(script)
+        title=title,
+        lead=lead,
+        facts=facts,
+        sections=sections,
+        made_by=made_by,
+        files=files,
+        script=Markup(script) if any(section.interactive for section in sections) else "",
     )

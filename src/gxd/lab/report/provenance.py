@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gxd.lab.errors import UserError
+from gxd.lab.experiments import EXPERIMENTS
 from gxd.lab.report import paper
 from gxd.lab.report.digest import Assay, Collection, Run
 from gxd.lab.report.evidence import AssayColumn, Group, Panel, groups, left_out
@@ -70,6 +71,24 @@ def _version(item: Run | Assay, name: str) -> str:
             if said[-1:] != [text]:
                 said.append(text)
     return " → ".join(said)
+
+
+def warnings(found: Collection) -> list[str]:
+    """What a reader should know of runs that are not all of one version, or not of this one."""
+    said = []
+    mixed = [group for group in groups(found.runs) if len({_made_with(run) for run in group.runs}) > 1]
+    if mixed:
+        said.append(f"In {len(mixed)} settings the seeds were made with different versions of gxd or torch.")
+    strange = sorted({run.experiment for run in found.runs} - {*EXPERIMENTS})
+    if strange:
+        said.append(
+            f"This version does not know {', '.join(strange)}: what counts there is a guess from what was logged."
+        )
+    return said
+
+
+def _made_with(run: Run) -> tuple[str, str]:
+    return _version(run, "gxd"), _version(run, "torch")
 
 
 def commands(found: Collection) -> list[str]:

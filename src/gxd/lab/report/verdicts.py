@@ -56,11 +56,12 @@ def verdicts(columns: Mapping[paper.Column, AssayColumn], experiments: Mapping[s
 
 
 def overview(found: Sequence[Verdict]) -> Table:
-    """One row per claim, one column per experiment."""
-    made = Table("verdicts", "The paper's claims, and what these runs say", RULES, ["Claim", *ARENAS.values()])
+    """One row per claim, one column per experiment that any is about."""
+    arenas = {arena: label for arena, label in ARENAS.items() if any(one.arena == arena for one in found)}
+    made = Table("verdicts", "The paper's claims, and what these runs say", RULES, ["Claim", *arenas.values()])
     for claim in dict.fromkeys(one.claim for one in found):
         row = [Cell(claim)]
-        for arena in ARENAS:
+        for arena in arenas:
             here = [one for one in found if one.claim == claim and one.arena == arena]
             chips = tuple(Cell(f"{SIGNS[one.result]} {one.place}", "", MARKS[one.result]) for one in here)
             row.append(Cell(" · ".join(chip.text for chip in chips), chips=chips))
