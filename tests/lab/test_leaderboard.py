@@ -244,6 +244,7 @@ def test_a_board_goes_on_where_it_stopped_and_counts_nothing_twice(board, monkey
     before, digest = rows(board), (board / "digest.jsonl").read_text()
     gone = next((board / "report").glob("permuted-digits/gxd*/seed1"))
     shutil.rmtree(gone)
+    (board / "digest.jsonl").unlink()  # written when all runs are over
     trained = []
     monkeypatch.setattr(workers, "run_all", lambda jobs, *a, **k: trained.extend(jobs) or _here(jobs, *a, **k))
     assert command([*RUN, "--out", str(board)], SMALL) == 0
@@ -251,6 +252,18 @@ def test_a_board_goes_on_where_it_stopped_and_counts_nothing_twice(board, monkey
     assert rows(board) == before
     drop = lambda text: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
     assert drop((board / "digest.jsonl").read_text()) == drop(digest)
+
+
+def test_a_copy_without_the_runs_goes_on_where_they_stopped(board, capsys):
+    whole = (board / "board.csv").read_text()
+    shutil.rmtree(board / "tuning")
+    shutil.rmtree(board / "report")
+    digest = (board / "digest.jsonl").read_text().splitlines(keepends=True)
+    (board / "digest.jsonl").write_text("".join(digest[:-1]))
+    capsys.readouterr()
+    assert command([*RUN, "--out", str(board)], SMALL) == 0
+    assert len(list(board.glob("*/**/status.json"))) == 1, "what the digest does not know"
+    assert (board / "board.csv").read_text() == whole
 
 
 def test_a_copy_without_the_runs_is_the_same_board(board, capsys):

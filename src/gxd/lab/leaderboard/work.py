@@ -14,7 +14,16 @@ from gxd.lab.leaderboard.conduct import objection
 from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.plan import Place, Run, gather
 from gxd.lab.leaderboard.protocol import Protocol, Track
-from gxd.lab.leaderboard.records import REPORT, TUNING, Record, Records, failure_name, read_failures, write_failures
+from gxd.lab.leaderboard.records import (
+    REPORT,
+    TUNING,
+    Record,
+    Records,
+    failure_name,
+    read_digest,
+    read_failures,
+    write_failures,
+)
 from gxd.lab.leaderboard.timing import read_times, time_ratios, write_times
 from gxd.lab.progress import Board
 from gxd.lab.run import make_stream
@@ -103,18 +112,21 @@ def _do_track(track: Track, here: list[Place], stream: Stream, out: Path, means:
     if not able:
         return []
     _time(track, able, stream, out)
-    wrong = _stage(TUNING, [run for place in able for run in place.trials()], out, means)
-    records = collect(able, out)
+    known = read_digest(out)  # a copy without the runs goes on where they stopped
+    wrong = _stage(TUNING, [run for place in able for run in place.trials()], out, means, known)
+    records = collect(able, out, known)
     chosen = [(place, place.best(records)) for place in able]
     # Seed after seed, so that an early look sees all entries.
     runs = [run for place, values in chosen if values is not None for run in place.reports(values)]
-    return wrong + _stage(REPORT, sorted(runs, key=lambda run: run.config.seed), out, means)
+    return wrong + _stage(REPORT, sorted(runs, key=lambda run: run.config.seed), out, means, known)
 
 
-def _stage(stage: str, runs: list[Run], out: Path, means: Means) -> list[str]:
+def _stage(stage: str, runs: list[Run], out: Path, means: Means, known: Records) -> list[str]:
     """What is missing of these runs. One that failed before is tried again."""
     root = out / stage
-    missing = {run.name: run for run in runs if not workers.settled(run.config, root)}  # entries may share a run
+    over = {name for name, record in known.items() if record.status in workers.SETTLED}
+    # By name, for entries may share a run.
+    missing = {run.name: run for run in runs if run.name not in over and not workers.settled(run.config, root)}
     print(f"  {stage}: {len(runs)} runs, {len(runs) - len(missing)} of them done before", flush=True)
     if not missing:
         return []
@@ -170,7 +182,7 @@ def estimate(chosen: Sequence[Place], out: Path) -> str:
     rows, total = [["stream", "entries", "runs", "missing", "seconds each", "from", "hours"]], 0.0
     for track in dict.fromkeys(place.track for place in chosen):
         here = [place for place in chosen if place.track is track and place.settings]
-        records: Records = collect(here, out) if out.exists() else {}
+        records: Records = collect(here, out, read_digest(out)) if out.exists() else {}
         protocol = chosen[0].protocol
         count = len(here) * (protocol.trials * len(protocol.tuning_seeds) + len(protocol.seeds))
         over = [record for record in records.values() if record.status != "failed"]
