@@ -404,3 +404,22 @@ def test_a_checkpoint_of_another_plan_is_refused_and_nothing_stays_attached(tmp_
     with pytest.raises(gxd.PlanError, match="another model or plan"):
         fit(tmp_path, callback, module, ckpt_path=tmp_path / "other.ckpt")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_validation_is_of_the_weights_that_a_method_evaluates_with_and_checkpoints_have_those_of_training(
+    tmp_path: Path,
+):
+    seen: list[Tensor] = []
+
+    class Validated(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.net[0].weight.detach().clone())
+
+    callback = GxdCallback(gxd.method("hare_and_tortoise", decay=0.5))
+    kept = lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    module = Validated()
+    trainer(tmp_path, callback, kept, epochs=2, enable_checkpointing=True).fit(module, data(), data(48))
+    slow = callback.cbp.state_dict()["methods"]["0.hare_and_tortoise"]["state"]["own"]["net.0.weight"]
+    assert torch.equal(seen[-1], slow) and not torch.equal(seen[-1], module.net[0].weight)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]["net.0.weight"]
+    assert torch.equal(saved, module.net[0].weight)

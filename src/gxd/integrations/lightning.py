@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ class GxdCallback(Callback):
     """Attaches gxd to a ``LightningModule`` for the time of a ``fit``, and keeps its state in Lightning's checkpoints.
 
     Without options it is :class:`gxd.ContinualBackprop` on the whole module: what ``self(x)`` returns in
-    ``training_step`` are the logits, and the second part of the batch is the target.
+    ``training_step`` are the logits, and the second part of the batch is the target. Validation during the fit runs
+    inside :meth:`gxd.Attachment.evaluating`.
 
     Args:
         methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
@@ -62,6 +64,7 @@ class GxdCallback(Callback):
         self._depth = 0  # of calls of the module inside one another
         self._seen = False  # an output, since the fit began
         self._step = -1  # that was logged last
+        self._evaluating = ExitStack()
 
     @property
     def cbp(self) -> Attachment | None:
@@ -179,8 +182,18 @@ class GxdCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(logged(self.cbp), step=step)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the model have the weights that it is to be evaluated with."""
+        if self.cbp is not None and self._session.is_open:
+            self._evaluating.enter_context(self.cbp.evaluating())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give it the weights of training back, before a checkpoint is written."""
+        self._evaluating.close()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Detach; the state is kept for another fit."""
+        self._evaluating.close()
         for handle in self._handles:
             handle.remove()
         self._handles, self._output, self._batch, self._depth = [], None, None, 0
