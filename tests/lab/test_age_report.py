@@ -166,3 +166,21 @@ def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(
         longer = [key for key in ranked if key[-2:] == (round(1 / rate), rate)]
         assert len(longer) == (many + 1) * networks  # and random
     assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}
+
+
+def test_the_digest_alone_makes_the_same_page_and_goes_together_with_new_runs(tmp_path: Path) -> None:
+    for seed, options in product((0, 1, CHOOSING), ({}, BY_AGE)):
+        write(tmp_path / "runs", 0.8 + seed / 1000, method="gxd", options=options, seed=seed)
+    write(tmp_path / "runs", 0.1, method="contribution", status="diverged", seed=0)
+    age.write([tmp_path / "runs"], tmp_path / "one")
+    age.write([tmp_path / "one"], tmp_path / "other")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert "age.jsonl" in names
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+    write(tmp_path / "more", 0.9, method="gxd", seed=2)
+    age.write([tmp_path / "one", tmp_path / "more"], tmp_path / "both")
+    assert len((tmp_path / "both" / "age.jsonl").read_text().splitlines()) == 8
+    (tmp_path / "one" / "age.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"age\.jsonl is damaged"):
+        age.write([tmp_path / "one"], tmp_path / "other")

@@ -24,9 +24,10 @@ from gxd.lab.report.age_results import (
     RANKINGS,
     Results,
     Setting,
+    collect,
     interval,
     reported,
-    results,
+    write_digest,
 )
 from gxd.lab.report.page import Block, Section
 from gxd.lab.report.tables import Cell, Table
@@ -203,15 +204,14 @@ class Options:
     """The tables and the figure of the age study, from its runs as far as they are."""
 
     directories: tyro.conf.Positional[tuple[Path, ...]]
-    """Where the runs of the two sweeps are."""
+    """Where the runs of the two sweeps are, or results/age, the digest of ours."""
     out: Path = Path("age-report")
     """Where the page, the figures and the tables go."""
 
 
 def write(directories: Sequence[Path], out: Path) -> Path:
     """Write the page and what belongs to it into ``out``; return the path of the page."""
-    runs = digest.collect(directories).runs
-    found = results(runs)
+    found = collect(directories)
     if not any(reported(by_seed) for by_seed in found.values()):
         raise UserError(f"no run below {', '.join(map(str, directories))} is over: {digest.REMEDY}")
     out.mkdir(parents=True, exist_ok=True)
@@ -219,12 +219,14 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     compared, all_settings = [by_age(found), by_maturity(found), chosen_table(found)], settings_table(found)
     shown = page.save_pictures(pictures, out)
     page.save_tables([*compared, all_settings], out)
-    hours = sum(run.seconds or 0.0 for run in runs) / 3600
+    write_digest(found, out)
+    every = [result for by_seed in found.values() for result in by_seed.values()]
+    hours = sum(result.seconds for result in every) / 3600
     blocks = [Block(picture=one) for one in shown.values()]
     blocks += [Block(table=table, kind="dense wide", fold=len(table.rows) > 40) for table in (*compared, all_settings)]
     texts = [tally(table) for table in compared[:2] if table.rows]
     index = out / "index.html"
-    lead = f"{len(runs)} runs, {hours:.1f} hours of computing on one core."
+    lead = f"{len(every)} runs, {hours:.1f} hours of computing on one core."
     index.write_text(
         page.render(
             "Newborn churn, and ranking by age",

@@ -6,9 +6,11 @@ that diverged counts as a network that has learned nothing.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gxd.lab.errors import UserError
@@ -16,6 +18,7 @@ from gxd.lab.experiments import experiment
 from gxd.lab.report import digest, numbers, paper
 from gxd.lab.report.digest import Run
 from gxd.lab.report.evidence import Panel, panel_order
+from gxd.lab.store import objects, write_bytes
 
 CHOOSING = 100  # the first of the seeds that choose settings
 PAPER_MATURITY = 100
@@ -59,9 +62,48 @@ class Result(NamedTuple):
     churn: float
     age: float
     diverged: bool
+    seconds: float = 0.0
 
 
 Results = Mapping[Setting, Mapping[int, Result]]  # by seed
+DIGEST = "age.jsonl"  # one line per run, all that the page needs
+
+
+def collect(directories: Sequence[Path]) -> dict[Setting, dict[int, Result]]:
+    """The runs below directories, or what the digests in them know of runs. Of one that is in both, the run counts."""
+    found: dict[Setting, dict[int, Result]] = {}
+    for directory in directories:
+        if (directory / DIGEST).is_file():
+            for setting, seed, result in _read(directory / DIGEST):
+                found.setdefault(setting, {})[seed] = result
+    runs = [directory for directory in directories if not (directory / DIGEST).is_file()]
+    for setting, by_seed in results(digest.collect(runs).runs if runs else ()).items():
+        found.setdefault(setting, {}).update(by_seed)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def write_digest(found: Results, out: Path) -> None:
+    """Small enough to commit."""
+    lines = []
+    for setting, by_seed in found.items():
+        for seed, result in sorted(by_seed.items()):
+            values = {name: _plain(value) for name, value in result._asdict().items()}
+            lines.append(json.dumps({**setting._asdict(), "seed": seed, **values}) + "\n")
+    write_bytes(out / DIGEST, "".join(lines).encode())
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _read(file: Path) -> Iterable[tuple[Setting, int, Result]]:
+    try:
+        for line in objects(file.read_bytes()):
+            values: list[Any] = [math.nan if line[name] is None else line[name] for name in Result._fields]
+            setting = {name: line[name] for name in Setting._fields}
+            yield Setting(**{**setting, "panel": tuple(setting["panel"])}), int(line["seed"]), Result(*values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is damaged ({error}): restore it, or name the directory of the runs") from error
 
 
 def results(runs: Iterable[Run]) -> dict[Setting, dict[int, Result]]:
@@ -92,10 +134,10 @@ def _setting(run: Run) -> Setting:
 def _result(run: Run) -> Result:
     kind = experiment(run.experiment)
     if run.status == "diverged":
-        return Result(kind.learned_nothing, math.nan, math.nan, True)
+        return Result(kind.learned_nothing, math.nan, math.nan, True, run.seconds or 0.0)
     last = [run.last(name, max(1, run.planned // 8)) for name in (kind.metric, "churn", "median_age_at_reset")]
     accuracy, churn, age = (math.nan if value is None else value for value in last)
-    return Result(accuracy, churn, age, False)
+    return Result(accuracy, churn, age, False, run.seconds or 0.0)
 
 
 def _order(setting: Setting) -> tuple[Any, ...]:
