@@ -254,6 +254,17 @@ def test_a_board_goes_on_where_it_stopped_and_counts_nothing_twice(board, monkey
     assert drop((board / "digest.jsonl").read_text()) == drop(digest)
 
 
+def test_ranks_on_a_stream_that_is_under_way_do_not_count_for_those_over_all_streams(board):
+    digest = [json.loads(line) for line in (board / "digest.jsonl").read_text().splitlines()]
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]
+    (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
+    assert command(["show", str(board)], SMALL) == 0
+    standings = list(csv.DictReader((board / "ranks.csv").read_text().splitlines()))
+    assert {row["method"]: row["streams"] for row in standings} == dict.fromkeys(ENTRIES, "1")
+
+
 def test_a_copy_without_the_runs_goes_on_where_they_stopped(board, capsys):
     whole = (board / "board.csv").read_text()
     shutil.rmtree(board / "tuning")

@@ -201,7 +201,7 @@ def _list(sweep: Sweep, options: Options) -> int:
 def command_line(config: Experiment, out: Path) -> str:
     """The ``gxd run`` that makes this run, ready for a shell."""
     words = ["gxd", "run", config.name]
-    standard = type(config)()
+    config, standard = config.used(), type(config)()
     for each in fields(config):
         value = getattr(config, each.name)
         option = each.name.replace("_", "-")

@@ -209,6 +209,10 @@ class Experiment:
         unused = () if methods.utility_of(self.method) is not None else RESETS
         return {name: self._default(name) for name in (*unused, *(["momentum"] if self.optimizer == "adam" else []))}
 
+    def used(self: E) -> E:
+        """The same run, with the defaults of all that it does not use."""
+        return replace(self, **self._unused())
+
     def check_used(self) -> None:
         """Raise :class:`UserError` for a setting of resets that the method does not have; a grid leaves it out."""
         for name, default in self._unused().items():

@@ -19,6 +19,9 @@ from gxd.lab.report.numbers import Interval, paired
 
 BASE, FRESH = "backprop", "full_reset"
 RESAMPLES = 2000
+ENOUGH = 0.9
+"""A stream counts for the ranks over all streams if it has this share of the entries of the most complete one."""
+NAMED = 6  # of what is missing, more are only counted
 Array = NDArray[np.float64]
 
 
@@ -117,7 +120,8 @@ class Board:
         for track in self.tracks:
             open_ = [row.method for row in self.rows if row.stream == track.name and row.note.startswith("missing")]
             if open_:
-                lines.append(f"{track.name}: {len(open_)} entries are not complete ({', '.join(open_)})")
+                named = f" ({', '.join(open_)})" if len(open_) <= NAMED else ""
+                lines.append(f"{track.name}: {len(open_)} entries are not complete{named}")
         return lines
 
 
@@ -249,14 +253,15 @@ def _gain(values: Sequence[float], base: Sequence[float] | None, higher: bool) -
 
 def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]) -> tuple[Standing, ...]:
     """Ranks over all streams, the best first. The seeds of a stream are resampled together for all entries, for they
-    have seen the same tasks.
+    have seen the same tasks. Ranks among few of the entries are no ranks: a stream that is under way does not count.
     """
     chance = np.random.default_rng(0)
+    most = max(map(len, complete.values()), default=0)
     ranks: dict[str, list[float]] = {}
     resampled: dict[str, list[Array]] = {}
     for track in tracks:
         whole = complete[track.name]
-        if len(whole) < 2:
+        if len(whole) < max(2, ENOUGH * most):
             continue
         values = np.array([scores.values for scores in whole])
         drawn = chance.integers(values.shape[1], size=(RESAMPLES, values.shape[1]))
