@@ -18,6 +18,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 MOUNTED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "results/**/*.md", "results/**/*.png", "examples/*")
+# The theme takes a README for the head of its section; only the first one is meant as that.
+RENAMED = {
+    "README.md": "index.md",
+    "examples/README.md": "examples/overview.md",
+    "results/README.md": "results/found.md",
+}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
@@ -55,10 +61,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _on_site(name: str) -> str:
-    return "index.md" if name == "README.md" else name.removeprefix("docs/")
+    return RENAMED.get(name) or name.removeprefix("docs/")
 
 
 def _in_repository(name: str) -> str:
-    if name == "index.md":
-        return "README.md"
+    for ours, theirs in RENAMED.items():
+        if name == theirs:
+            return ours
     return name if (ROOT / name).exists() and not (ROOT / "docs" / name).exists() else f"docs/{name}"
