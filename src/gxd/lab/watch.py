@@ -40,8 +40,7 @@ class Options:
     directories: tyro.conf.Positional[tuple[Path, ...]]
     """Where the runs are: what --out of gxd sweep, gxd run or gxd leaderboard says, or a directory below."""
     sweep: str | None = None
-    """The sweep, a file or a name as of gxd sweep: then runs that were not begun are counted too. The directory is its
-    --out."""
+    """The sweep, a file or a name: then runs that were not begun are counted, too. The directory is its --out."""
     once: bool = False
     """Print the board once, as where there is no terminal."""
     every: float = 5.0

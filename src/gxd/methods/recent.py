@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gxd.plan.units import Group, UnitPlan
 from gxd.score.state import UnitState
+from gxd.select.base import YOUNG
 
 RECENT = 1000
 """How many resets are remembered."""
-YOUNG = 1.5
-"""A unit was reset young if its age was less than this many times the age at which it may first be reset again."""
 
 
 class Recent(NamedTuple):

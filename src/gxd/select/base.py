@@ -13,6 +13,8 @@ from gxd.score.state import UnitState
 # Number of the group -> which of its units: their indices, ascending (integers); or how far each of them is reset, an
 # amount in [0, 1] for every unit of the group (floating point).
 Selection = dict[int, Tensor]
+YOUNG = 1.5
+"""A unit was reset young if its age was less than this many times the age at which it may first be reset again."""
 
 
 class Selector:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gxd import arguments
 from gxd.plan.units import UnitPlan
 from gxd.score.state import UnitState
-from gxd.select.base import Selection, Selector
+from gxd.select.base import YOUNG, Selection, Selector
 from gxd.select.settings import PerGroup
 
 
@@ -121,7 +121,7 @@ class LowestRate(Selector):
         ):
             interval = 1 / (rate * group.size) if rate else 0.0
             first = math.ceil(interval * math.ceil((maturity + 1) / interval)) if interval else maturity
-            found.append(first if first > 1.5 * maturity else maturity)
+            found.append(first if first > YOUNG * maturity else maturity)
         return tuple(found)
 
 
