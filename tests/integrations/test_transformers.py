@@ -1,5 +1,6 @@
 """Transformers' Trainer trains with gxd as with an explicit observe(), and resumes from its checkpoints bit for bit."""
 
+import math
 import random
 import shutil
 import warnings
@@ -204,6 +205,17 @@ def test_label_smoothing_hides_the_labels_and_the_sketch_takes_over_with_a_warni
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_layers_that_reentrant_checkpointing_hides_are_said_with_the_remedy(tmp_path: Path):
+    hidden = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.warns(gxd.ObservationWarning, match=r"layers \('bert.*'use_reentrant': False"):
+        train(tmp_path, bert(), GxdCallback(), **hidden)
+    callback = GxdCallback()
+    with warnings.catch_warnings(), pytest.raises(gxd.ObservationWarning):
+        warnings.simplefilter("error", gxd.ObservationWarning)
+        train(tmp_path, bert(), callback, **hidden)
+    assert callback.cbp.closed
+
+
 @pytest.mark.parametrize("labels", ["one number", "several labels"])
 def test_regressions_and_several_labels_are_observed_by_what_they_predict(tmp_path: Path, labels: str):
     generator = torch.Generator().manual_seed(3)
@@ -246,6 +258,7 @@ def test_metrics_are_in_the_history_and_at_tensorboard(tmp_path: Path):
     trainer = train(tmp_path, bert(), callback_of("bert"), **options)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["gxd/resets"] > 0 for entry in logs] == [True, True]
+    assert not any(math.isnan(value) for entry in logs for value in entry.values())
     (file,) = tmp_path.rglob("events.out*")
     events = accumulator.EventAccumulator(str(file)).Reload()
     assert any("gxd/resets" in tag for tag in events.Tags()["scalars"])

@@ -91,7 +91,8 @@ class GxdCallback(TrainerCallback):
         attached = self._session.begin(model, kwargs["optimizer"], inputs)
         try:
             attached.observe_output(None, self._observed(model))
-        except BaseException:
+            _say_what_is_recomputed(attached)
+        except BaseException:  # a warning may be an error
             self._session.end()
             raise
 
@@ -152,6 +153,7 @@ class GxdCallback(TrainerCallback):
         """Add the metrics to what is logged."""
         if self._session.is_open and self.cbp is not None and isinstance(logs, dict):
             metrics = logged(self.cbp)
+            del metrics["gxd/gradient_norm"]  # the gradients are gone by now; the Trainer logs its own grad_norm
             logs.update(metrics)
             if state.log_history:
                 state.log_history[-1].update(metrics)
@@ -162,6 +164,17 @@ class GxdCallback(TrainerCallback):
         """Detach; the state is kept for another ``train()``."""
         self._session.end()
         self._state = None
+
+
+def _say_what_is_recomputed(attached: Attachment) -> None:
+    unseen = [skipped.name for skipped in attached.plan.skipped if "use_reentrant" in skipped.reason]
+    if unseen:
+        warn(
+            f"{len(unseen)} layers ('{unseen[0]}', ...) are called under torch.no_grad(), so nothing of them can be "
+            "observed and none of their units is reset. If that is gradient checkpointing, say "
+            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False})",
+            ObservationWarning,
+        )
 
 
 def _resumed_from(args: TrainingArguments) -> Path | None:
