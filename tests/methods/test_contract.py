@@ -1,5 +1,5 @@
 """One set of laws for every method, utility and selector: those that are registered, by name, and without a line here
-for a new one. The laws themselves are in `tests/methods/contract.py`.
+for a new one. The laws themselves are in `gxd.testing`.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gxd
 from gxd.methods.product import SELECTIONS
-from tests.methods.contract import (
-    LAWS,
-    STEPS,
-    Case,
-    Training,
-    is_compiled_alike,
-    is_resumed_exactly,
-    method_cases,
-    selector_cases,
-    selectors,
-    utility_cases,
-)
+from gxd.testing import LAWS, Case
+from gxd.testing.laws import is_compiled_alike, is_resumed_exactly
+from gxd.testing.training import STEPS, Training
+from tests.methods.contract import method_cases, selector_cases, selectors, utility_cases
 from tests.rig import same
 
 CASES = [*method_cases(), *utility_cases(), *selector_cases()]

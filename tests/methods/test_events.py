@@ -13,8 +13,11 @@ from torch import nn
 
 import gxd
 from gxd.methods import event
+from gxd.testing import Case
+from gxd.testing.laws import a_run_is_resumed_exactly_also_between_two_micro_batches
+from gxd.testing.training import Training
 from tests import models
-from tests.methods.contract import Case, Training, a_run_is_resumed_exactly_also_between_two_micro_batches, case_of
+from tests.methods.contract import case_of
 from tests.rig import X, Y, mlp, plan_of, refused, same, sgd
 
 EVENTS = ["fire", "dash", "head_reset", "optimizer_reset", "full_reset", "hare_and_tortoise", "plasticity_injection"]

@@ -1,6 +1,6 @@
 """Every registered method on a residual network with BatchNorm and on a transformer: it trains, or says why not.
 
-A new method is covered without a line here, as in `tests/methods/contract.py`.
+A new method is covered without a line here, as in the contract.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gxd
-from tests.methods.contract import SELECTIONS, Case, case_of, hooks_on, utility_cases
+from gxd.testing import Case
+from gxd.testing.laws import hooks_on
+from tests.methods.contract import SELECTIONS, case_of, utility_cases
 from tests.models import make
 from tests.rig import same, snapshot
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import gxd
 from gxd.checkpoint import mapped
+from gxd.testing.laws import tensors
 from tests import models
-from tests.methods.contract import tensors
 from tests.rig import same
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 import gxd
 from gxd.methods.unit_reset import UnitReset
 from gxd.select import Selector
-from tests.methods.contract import (
-    Case,
+from gxd.testing import Case, ContractError, case_of, check_method
+from gxd.testing.laws import (
     a_run_is_resumed_exactly_also_between_two_micro_batches,
-    case_of,
     everything_else_is_left_as_it_was_found,
     inert_options_leave_training_as_it_is_bit_for_bit,
-    obeys,
 )
 
 
@@ -84,7 +82,7 @@ def register_clip() -> None:
 )
 def test_a_users_method_obeys_the_contract_without_code_of_its_own(register: Callable[[], None], name: str):
     register()
-    obeys(case_of(name))
+    check_method(name)
 
 
 def test_a_users_selector_and_utility_obey_the_contract():
@@ -110,7 +108,7 @@ def test_a_users_selector_and_utility_obey_the_contract():
             chosen = {n: torch.tensor([state[0] % g.size]) for n, g in enumerate(plan.groups) if allowed(n)}
             return chosen, (state[0] + 1,)
 
-    obeys(Case("turns", lambda: UnitReset("variance", Turns(2)), lambda: UnitReset("variance", Turns(0))))
+    check_method(Case("turns", lambda: UnitReset("variance", Turns(2)), lambda: UnitReset("variance", Turns(0))))
 
 
 def test_the_contract_finds_a_method_that_keeps_its_state_to_itself():
@@ -132,8 +130,10 @@ def test_the_contract_finds_a_method_that_keeps_its_state_to_itself():
         return Forgetful(every)
 
     inert_options_leave_training_as_it_is_bit_for_bit(case_of("forgetful"))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ContractError, match=r"^resumed in step 3, model\.conv\.weight differs$"):
         a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("forgetful"))
+    with pytest.raises(ContractError, match=r"^forgetful breaks the law 'a run is resumed exactly.* What it remembers"):
+        check_method("forgetful")
 
 
 def test_the_contract_finds_a_method_that_draws_from_the_global_generator():
@@ -151,7 +151,7 @@ def test_the_contract_finds_a_method_that_draws_from_the_global_generator():
         return Global(sigma)
 
     a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("global"))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ContractError, match="after a step, the random state of torch differs"):
         everything_else_is_left_as_it_was_found(case_of("global"))
 
 

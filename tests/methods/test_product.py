@@ -12,7 +12,7 @@ import gxd
 from gxd.methods.product import SELECTIONS
 from gxd.score.utilities import get_utility
 from gxd.select.normalise import NORMALISATIONS
-from tests.methods.contract import Net, Training, plan_of
+from gxd.testing.training import Net, Training, plan_of
 from tests.rig import same
 
 POINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from torch import nn
 
 import gxd
 from gxd.methods.shrink_and_perturb import VARIANTS
-from tests.methods.contract import LAWS, case_of
+from gxd.testing import LAWS, case_of
 from tests.methods.naive import Net, attached, lr_of, step
 from tests.rig import same
 

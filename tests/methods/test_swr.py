@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import gxd
-from tests.methods import contract
-from tests.methods.contract import LAWS, Case, case_of
+from gxd.testing import LAWS, Case, laws
+from tests.methods.contract import case_of
 from tests.models import make
 from tests.processes import WARM
 from tests.rig import same
@@ -440,8 +440,8 @@ OTHERS = [
     case_of("swr", "by a sketch", score="attribution_sketch", redraw="mean"),
 ]
 OF_OBSERVED = (  # a law that takes what has no utility for what need not be observed, and one that names before_step
-    contract.calls_that_a_method_does_not_need_are_harmless,
-    contract.a_compiled_step_does_the_same_or_says_why_it_is_eager,
+    laws.calls_that_a_method_does_not_need_are_harmless,
+    laws.a_compiled_step_does_the_same_or_says_why_it_is_eager,
 )
 
 
@@ -454,7 +454,7 @@ def test_the_law_holds(law: Callable[[Case], None], case: Case):
 
 def test_a_compiled_step_says_that_output_gradients_make_it_eager():
     make = partial(gxd.method, "swr", score="attribution", every=2, factor=0.3)
-    assert "swr reads gradients of the output" in str(contract.is_compiled_alike(lambda: [make()]))
+    assert "swr reads gradients of the output" in str(laws.is_compiled_alike(lambda: [make()]))
 
 
 # ---- other models
