@@ -15,7 +15,7 @@ from scipy import stats
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
 from gxd.lab.grid import SWEEPS, load
-from gxd.lab.report import age, digest
+from gxd.lab.report import age, age_tables, digest
 from gxd.lab.report.age_results import CHOOSING, Result, Setting
 from gxd.lab.report.age_results import results as by_setting
 
@@ -61,7 +61,7 @@ def test_a_setting_has_the_mean_of_the_last_eighth_with_its_t_interval_and_the_c
     for seed, value in enumerate(values):
         write(tmp_path, value, method="gxd", seed=seed)
     write(tmp_path, 0.2, method="gxd", seed=CHOOSING)
-    record = only(age.settings_table(results(tmp_path)))
+    record = only(age_tables.settings_table(results(tmp_path)))
     low, high = stats.t.interval(0.95, 2, fmean(values), stdev(values) / 3**0.5)
     assert float(record["accuracy"]) == pytest.approx(fmean(values), abs=1e-4)
     assert (float(record["accuracy_low"]), float(record["accuracy_high"])) == pytest.approx((low, high), abs=1e-4)
@@ -74,7 +74,7 @@ def test_a_run_that_diverged_counts_as_one_that_has_learned_nothing_and_one_unde
     write(tmp_path, 0.9, method="gxd", seed=0)
     write(tmp_path, 0.9, method="gxd", seed=1, status="diverged")
     write(tmp_path, 0.9, method="gxd", seed=2, status="running")
-    record = only(age.settings_table(results(tmp_path)))
+    record = only(age_tables.settings_table(results(tmp_path)))
     assert float(record["accuracy"]) == pytest.approx((0.9 + 0.1) / 2, abs=1e-4)
     assert (record["seeds"], record["diverged"]) == (2, 1)
 
@@ -85,7 +85,7 @@ def test_age_is_compared_with_absolute_in_the_same_setting_over_common_seeds(tmp
         for seed, value in by_seed.items():
             write(tmp_path, value, method="gxd", seed=seed, options=options)
     write(tmp_path, 0.5, method="gxd", seed=0, maturity=1000)  # another setting
-    table = age.by_age(results(tmp_path))
+    table = age_tables.against_paper(results(tmp_path))
     gaps = [ours[seed] - theirs[seed] for seed in (0, 1, 2)]
     low, high = stats.t.interval(0.95, 2, fmean(gaps), stats.sem(gaps))
     record = only(table)
@@ -93,7 +93,7 @@ def test_age_is_compared_with_absolute_in_the_same_setting_over_common_seeds(tmp
     assert float(record["difference_low"]) == pytest.approx(low, abs=1e-4)
     assert float(record["difference_high"]) == pytest.approx(high, abs=1e-4)
     assert (record["pairs"], record["verdict"]) == (3, "better")
-    assert "1 comparisons 1 better, 0 worse, 0 undecided" in age.tally(table)
+    assert "1 comparisons 1 better, 0 worse, 0 undecided" in age_tables.tally(table)
 
 
 def test_a_maturity_of_c_over_the_rate_is_compared_with_age_at_the_shortest_maturity_and_the_same_rate(
@@ -103,19 +103,59 @@ def test_a_maturity_of_c_over_the_rate_is_compared_with_age_at_the_shortest_matu
         write(tmp_path, 0.80 + seed / 50, method="gxd", seed=seed, rate=rate, maturity=round(1 / rate))
         write(tmp_path, 0.90 + seed / 50, method="gxd", seed=seed, rate=rate, options=BY_AGE)
         write(tmp_path, 0.70, method="gxd", seed=seed, rate=rate)
-    table = age.by_maturity(results(tmp_path))
+    table = age_tables.by_maturity(results(tmp_path))
     assert [(record["maturity"], record["rate"]) for record in table.records] == [(1000, 1e-3), (10_000, 1e-4)]
     assert all(float(record["difference"]) == pytest.approx(-0.1, abs=1e-4) for record in table.records)
     assert all("c = 1," in row[3].text for row in table.rows)
+
+
+def test_a_rule_gains_the_mean_over_utilities_and_networks_seed_by_seed_and_random_has_no_part_in_it(
+    tmp_path: Path,
+) -> None:
+    gains: dict[tuple[str, str], list[float]] = {
+        ("gxd", "tanh"): [0.01, 0.03, 0.02],
+        ("contribution", "tanh"): [0.05, 0.09, 0.04],
+        ("gxd", "relu"): [-0.02, -0.01, -0.06],
+        ("random", "tanh"): [0.5, 0.5, 0.5],
+    }
+    for (method, activation), by_seed in gains.items():
+        for seed, gain in enumerate(by_seed):
+            both = {"method": method, "activation": activation, "seed": seed}
+            write(tmp_path, 0.3 + seed / 10, **both)
+            write(tmp_path, 0.3 + seed / 10 + gain, maturity=1000, **both)
+    write(tmp_path, 0.9, method="gxd", seed=7, maturity=1000)  # without a partner
+    records = {record["activation"]: record for record in age_tables.by_rule(results(tmp_path)).records}
+    tanh = [0.03, 0.06, 0.03]
+    expected = {"tanh": tanh, "relu": gains["gxd", "relu"], "all": [0.005, 0.025, -0.015]}
+    for name, values in expected.items():
+        low, high = stats.t.interval(0.95, 2, fmean(values), stats.sem(values))
+        found = [float(records[name][key]) for key in ("gain", "gain_low", "gain_high")]
+        assert found == pytest.approx([fmean(values), low, high], abs=1e-4), name
+        assert (records[name]["maturity"], records[name]["seeds"]) == (1000, 3)
+
+
+def test_the_overview_has_a_row_for_every_utility_and_rule_and_a_column_for_every_network(tmp_path: Path) -> None:
+    for seed, value in enumerate((0.8, 0.9)):
+        write(tmp_path, value, method="gxd", seed=seed)
+        write(tmp_path, value - 0.2, method="backprop", seed=seed)
+    write(tmp_path, 0.7, method="gxd", seed=0, activation="relu", options=BY_AGE)
+    write(tmp_path, 0.1, method="gxd", seed=0, rate=1e-4)  # of another rate
+    table = age_tables.overview(results(tmp_path), "permuted-digits")
+    assert table.columns == ["Utility", "Rule", "ReLU", "tanh", "Seeds"]
+    assert [[(cell.text, cell.note) for cell in row[1:4]] for row in table.rows] == [
+        [("", ""), ("–", ""), ("65.0 ± 63.5", "")],
+        [("paper's", ""), ("–", ""), ("85.0 ± 63.5", "90")],
+        [("age, 1", ""), ("70.0", "90"), ("–", "")],
+    ]
 
 
 def test_settings_are_chosen_on_other_seeds_than_those_that_are_reported(tmp_path: Path) -> None:
     write(tmp_path, 0.95, method="gxd", seed=0, maturity=100)  # the best where it is reported ...
     write(tmp_path, 0.70, method="gxd", seed=0, maturity=1000)
     write(tmp_path, 0.60, method="gxd", seed=100, maturity=100)
-    assert age.chosen_table(results(tmp_path)).rows[1:] == []  # not all of "any maturity" has been tried
+    assert age_tables.chosen_table(results(tmp_path)).rows[1:] == []  # not all of "any maturity" has been tried
     write(tmp_path, 0.65, method="gxd", seed=100, maturity=1000)  # ... not where it is chosen
-    chosen = {record["rule"]: record for record in age.chosen_table(results(tmp_path)).records}
+    chosen = {record["rule"]: record for record in age_tables.chosen_table(results(tmp_path)).records}
     assert float(chosen["absolute, any maturity"]["accuracy"]) == pytest.approx(0.7, abs=1e-4)
     assert float(chosen["absolute, maturity 100"]["accuracy"]) == pytest.approx(0.95, abs=1e-4)
 

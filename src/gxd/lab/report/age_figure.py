@@ -10,12 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from gxd.lab.report import numbers, paper, style, tables
-from gxd.lab.report.age_results import PAPER_MATURITY, RANKINGS, Results, interval, reported
+from gxd.lab.report.age_results import LONG, PAPER_MATURITY, RANKINGS, SHOWN_RATE, Results, interval, reported
 from gxd.lab.report.evidence import panel_order
 from gxd.lab.report.figures import Picture
 
-SHOWN_RATE = 1e-3  # of the upper row
-LONG = round(1 / SHOWN_RATE)  # the maturity that is to do the same as ranking by age
 MARKERS = {
     (0.0, PAPER_MATURITY): "o",
     (0.5, PAPER_MATURITY): "D",

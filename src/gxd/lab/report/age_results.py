@@ -22,6 +22,8 @@ from gxd.lab.store import objects, write_bytes
 
 CHOOSING = 100  # the first of the seeds that choose settings
 PAPER_MATURITY = 100
+SHOWN_RATE = 1e-3  # of the overview
+LONG = round(1 / SHOWN_RATE)  # the maturity that is to do the same as ranking by age
 RANKINGS = {
     0.0: "absolute",
     0.5: "age, exponent 1/2",

@@ -1,0 +1,278 @@
+"""The tables of the age study."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from gxd.lab.report import numbers, paper, tables
+from gxd.lab.report.age_results import (
+    CHOOSING,
+    LONG,
+    PAPER_MATURITY,
+    RANKINGS,
+    SHOWN_RATE,
+    Result,
+    Results,
+    Setting,
+    interval,
+    reported,
+)
+from gxd.lab.report.evidence import Panel, panel_order
+from gxd.lab.report.tables import Cell, Table
+
+RULES = {
+    (0.0, PAPER_MATURITY): "paper's",
+    (0.5, PAPER_MATURITY): "age, 1/2",
+    (1.0, PAPER_MATURITY): "age, 1",
+    (0.0, LONG): f"maturity {LONG}",
+}
+"""(exponent, maturity) -> a rule in a few words."""
+
+
+def overview(found: Results, stream: str) -> Table:
+    """Every utility with every rule on every network, at one rate."""
+    here = {s: reported(by_seed) for s, by_seed in found.items() if s.stream == stream}
+    here = {s: by_seed for s, by_seed in here.items() if by_seed and (not s.resets or s.rate == SHOWN_RATE)}
+    panels = sorted({setting.panel for setting in here}, key=panel_order)
+    table = Table(
+        f"age-{stream}",
+        f"Accuracy by utility and rule, {paper.EXPERIMENTS.get(stream, stream)}",
+        f"In %, over the last eighth of the tasks, rate {SHOWN_RATE:g}: mean ± 95 % interval over seeds (churn, in "
+        f"%). Paper's: absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
+        ["Utility", "Rule", *map(tables.panel_label, panels), "Seeds"],
+    )
+    for method in sorted({setting.method for setting in here}, key=paper.method_order):
+        for rule, words in RULES.items():
+            cells = {
+                s.panel: by_seed
+                for s, by_seed in here.items()
+                if s.method == method and (s.exponent, s.maturity) == rule
+            }
+            if cells:
+                shown = [_accuracy_and_churn(cells.get(panel, {})) for panel in panels]
+                words = words if method != "backprop" else ""
+                seeds = sorted({len(by_seed) for by_seed in cells.values()})
+                counted = "–".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+                table.rows.append([Cell(paper.method_label(method)), Cell(words), *shown, Cell(counted)])
+    return table
+
+
+def _accuracy_and_churn(by_seed: Mapping[int, Result]) -> Cell:
+    accuracy, churn = (interval(getattr(r, name) for r in by_seed.values()) for name in ("accuracy", "churn"))
+    return Cell(_plus_minus(accuracy), f"{100 * churn.value:.0f}" if math.isfinite(churn.value) else "")
+
+
+def by_rule(found: Results) -> Table:
+    """What each rule gains over the paper's, as a mean over the utilities: which would be the better default?"""
+    table = Table(
+        "age-rules",
+        "What a rule gains over the paper's, mean over utilities",
+        "Points of accuracy against the absolute ranking with the same rate and maturity "
+        f"{PAPER_MATURITY}, seed by seed, the mean over all utilities but random; with the 95 % t interval over seeds. "
+        "The last column is the mean over networks.",
+        ["Stream", "Rule", "Maturity", "Rate", *map(tables.panel_label, _panels(found)), "All", "Seeds"],
+    )
+    rules = dict.fromkeys(
+        (s.stream, s.exponent, s.maturity, s.rate)
+        for s in found
+        if s.resets and s != _papers(s) and s.method != "random"
+    )
+    for stream, exponent, maturity, rate in sorted(rules, key=lambda rule: (rule[0], -rule[3], rule[1:3])):
+        gains: dict[Panel, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for setting in found:
+            if (setting.stream, *setting[3:]) == (stream, exponent, maturity, rate) and setting.method != "random":
+                ours, theirs = reported(found[setting]), reported(found.get(_papers(setting), {}))
+                for seed in ours.keys() & theirs.keys():
+                    gains[setting.panel][seed].append(ours[seed].accuracy - theirs[seed].accuracy)
+        means = {panel: {seed: fmean(all_) for seed, all_ in by_seed.items()} for panel, by_seed in gains.items()}
+        common = set.intersection(*(set(by_seed) for by_seed in means.values())) if means else set()
+        if len(common) < 2:
+            continue
+        whole = interval(fmean(by_seed[seed] for by_seed in means.values()) for seed in sorted(common))
+        here = [interval(means[panel].values()) if panel in means else None for panel in _panels(found)]
+        words = [paper.EXPERIMENTS.get(stream, stream), RANKINGS.get(exponent, f"age, exponent {exponent:g}")]
+        cells = [*words, str(maturity), f"{rate:g}", *(_gain(one) for one in (*here, whole)), str(len(common))]
+        table.rows.append([Cell(text) for text in cells])
+        for panel, value in [*zip(_panels(found), here, strict=True), (("all", False), whole)]:
+            if value is not None:
+                rule = {"exponent": exponent, "maturity": maturity, "rate": rate, "seeds": len(common)}
+                network = {"activation": panel[0], "layer_norm": panel[1]}
+                table.records.append({"stream": stream, **network, **rule, **_bounds("gain", value)})
+    return table
+
+
+def _papers(setting: Setting) -> Setting:
+    """The same with the paper's rule."""
+    return setting._replace(exponent=0.0, maturity=PAPER_MATURITY)
+
+
+def _panels(found: Results) -> list[Panel]:
+    return sorted({setting.panel for setting in found}, key=panel_order)
+
+
+def _gain(value: numbers.Interval | None) -> str:
+    return "" if value is None else f"{tables.signed(100 * value.value)} ± {100 * (value.high - value.value):.1f}"
+
+
+def settings_table(found: Results) -> Table:
+    """Every setting: accuracy, churn, and the age of the units that were reset."""
+    columns = ["Stream", "Network", "Utility", "Ranking", "Maturity", "Rate", "Accuracy, %", "Churn, %", "Age at reset"]
+    table = Table(
+        "age-settings",
+        "Every setting",
+        "Mean ± 95 % interval over seeds. Churn: the share of resets that hit a unit younger than 1.5 times the "
+        "maturity, so not comparable between maturities. Age: the median age at reset, in steps.",
+        [*columns, "Seeds", "Diverged"],
+    )
+    for setting, by_seed in found.items():
+        here = list(reported(by_seed).values())
+        if not here:
+            continue
+        accuracy, churn, age = (interval(getattr(one, name) for one in here) for name in ("accuracy", "churn", "age"))
+        diverged = sum(one.diverged for one in here)
+        shown = [_plus_minus(accuracy), _plus_minus(churn, digits=0), _plus_minus(age, scale=1.0, digits=0)]
+        cells = [*_words(setting), *shown, str(len(here)), str(diverged or "")]
+        table.rows.append([Cell(text) for text in cells])
+        table.records.append(
+            {
+                **_record(setting),
+                "seeds": len(here),
+                "diverged": diverged,
+                **_bounds("accuracy", accuracy),
+                **_bounds("churn", churn),
+                **_bounds("age_at_reset", age),
+            }
+        )
+    return table
+
+
+def against_paper(found: Results) -> Table:
+    """Ranking by age, or a longer maturity, against the paper's rule at the same utility, rate and seeds."""
+    return _paired(
+        "age-against-paper",
+        "Ranked by age, or a longer maturity, against the paper's rule",
+        found,
+        [(setting, _papers(setting)) for setting in found if setting.resets and setting != _papers(setting)],
+        lambda ours, theirs: f"{ours.rule}, maturity {ours.maturity}, rate {ours.rate:g}",
+    )
+
+
+def by_maturity(found: Results) -> Table:
+    """The absolute ranking with ``maturity = c / rate`` against ranking by age with the shortest maturity."""
+    shortest = min((setting.maturity for setting in found if setting.resets), default=0)
+    pairs = [
+        (setting, setting._replace(exponent=exponent, maturity=shortest))
+        for setting in found
+        if setting.resets and not setting.exponent and setting.maturity > shortest
+        for exponent in RANKINGS
+        if exponent
+    ]
+    return _paired(
+        "maturity-against-age",
+        f"maturity = c / rate, against ranking by age with maturity {shortest}",
+        found,
+        pairs,
+        lambda ours, theirs: f"c = {ours.c:g}, rate {ours.rate:g}, against {theirs.rule}",
+    )
+
+
+def _paired(
+    name: str,
+    title: str,
+    found: Results,
+    pairs: Sequence[tuple[Setting, Setting]],
+    words: Callable[[Setting, Setting], str],
+) -> Table:
+    table = Table(
+        name,
+        title,
+        "Difference of the accuracies in points, pair by pair over the same seeds, with its 95 % t interval; better or "
+        "worse where the interval leaves 0 out. There is no correction for the number of comparisons.",
+        ["Stream", "Network", "Utility", "What", "Difference", "Pairs", "Verdict"],
+    )
+    for ours, theirs in pairs:
+        a, b = reported(found.get(ours, {})), reported(found.get(theirs, {}))
+        seeds = sorted(a.keys() & b.keys())
+        if len(seeds) < 2:
+            continue
+        change = numbers.paired([a[seed].accuracy for seed in seeds], [b[seed].accuracy for seed in seeds])
+        verdict = "better" if change.low > 0 else "worse" if change.high < 0 else "undecided"
+        mark = {"better": "good", "worse": "bad"}.get(verdict, "unknown")
+        what = [*_words(ours)[:3], words(ours, theirs), tables.points(change), str(len(seeds))]
+        table.rows.append([*(Cell(text) for text in what), Cell(verdict, "", mark)])
+        against = {"against_ranking": theirs.rule, "against_maturity": theirs.maturity}
+        table.records.append(
+            {**_record(ours), **against, "pairs": len(seeds), **_bounds("difference", change), "verdict": verdict}
+        )
+    return table
+
+
+def tally(table: Table) -> str:
+    """How the comparisons of a table ended, in a sentence."""
+    counts = {word: sum(row[-1].text == word for row in table.rows) for word in ("better", "worse", "undecided")}
+    said = ", ".join(f"{count} {word}" for word, count in counts.items())
+    return f"{table.title}: of {len(table.rows)} comparisons {said}."
+
+
+def chosen_table(found: Results) -> Table:
+    """Each rule in the setting (maturity, rate) that the choosing seeds prefer, on the other seeds."""
+    table = Table(
+        "age-chosen",
+        "Each rule in its best setting",
+        f"Maturity and rate are chosen for each rule by the mean accuracy on seeds from {CHOOSING} on, the numbers are "
+        "from the other seeds: mean ± 95 % interval. Absolute at the paper's maturity has only its rate chosen.",
+        ["Stream", "Network", "Utility", "Rule", "Chosen", "Accuracy, %", "Churn, %", "Seeds"],
+    )
+    candidates: dict[tuple[Any, ...], list[Setting]] = defaultdict(list)
+    for setting in found:
+        rules = [setting.rule]
+        if setting.resets and not setting.exponent:
+            rules = ["absolute, any maturity"]
+            if setting.maturity == PAPER_MATURITY:
+                rules.insert(0, f"absolute, maturity {PAPER_MATURITY}")
+        for rule in rules:
+            candidates[setting.stream, setting.panel, setting.method, rule].append(setting)
+    for (*_, rule), settings in candidates.items():
+        tried = {s: numbers.mean(r.accuracy for seed, r in found[s].items() if seed >= CHOOSING) for s in settings}
+        if any(mean.n == 0 for mean in tried.values()):
+            continue  # a choice among some of the settings would favour those that ran first
+        best = max(tried, key=lambda setting: tried[setting].value)
+        here = list(reported(found[best]).values())
+        if not here:
+            continue
+        accuracy, churn = interval(one.accuracy for one in here), interval(one.churn for one in here)
+        stream, panel, method, _, maturity, rate = _words(best)
+        values = f"maturity {maturity}, rate {rate}" if best.resets else ""
+        shown = [_plus_minus(accuracy), _plus_minus(churn, digits=0), str(len(here))]
+        table.rows.append([Cell(text) for text in (stream, panel, method, rule, values, *shown)])
+        table.records.append({**_record(best), "rule": rule, "seeds": len(here), **_bounds("accuracy", accuracy)})
+    return table
+
+
+def _words(setting: Setting) -> list[str]:
+    stream = paper.EXPERIMENTS.get(setting.stream, setting.stream)
+    named = [stream, tables.panel_label(setting.panel), paper.method_label(setting.method), setting.rule]
+    return [*named, *([str(setting.maturity), f"{setting.rate:g}"] if setting.resets else ["", ""])]
+
+
+def _record(setting: Setting) -> dict[str, Any]:
+    record = setting._asdict()
+    activation, layer_norm = record.pop("panel")
+    return {"stream": record.pop("stream"), "activation": activation, "layer_norm": layer_norm, **record}
+
+
+def _bounds(name: str, value: numbers.Interval) -> dict[str, str]:
+    shown = {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+    return {key: f"{number:.5g}" if math.isfinite(number) else "" for key, number in shown.items()}
+
+
+def _plus_minus(value: numbers.Interval, scale: float = 100.0, digits: int = 1) -> str:
+    return (
+        tables.plus_minus(numbers.Mean(value.value, value.high - value.value, 1), digits, scale)
+        if math.isfinite(value.value)
+        else "–"
+    )
