@@ -244,11 +244,13 @@ class Attachment(Acting):
             with self.paused():
                 for name, weight in weights.items():
                     named[name].data.copy_(weight)  # unnoticed by a graph that waits for its backward pass
+                torch.clear_autocast_cache()  # of the weights before, in 16 bits
                 yield
         finally:
             self._evaluating -= 1
             for tensor, before in kept:
                 tensor.data.copy_(before)
+            torch.clear_autocast_cache()
 
     def utilities(self, method: str | None = None) -> dict[str, Tensor]:
         """Group name -> ``(size,)`` bias-corrected running utility. ``method``: whose, if several score units."""
@@ -275,8 +277,9 @@ class Attachment(Acting):
 
         ======================================  =======================================================================
         ``gxd/resets``                          units reset so far, by all methods
-        ``gxd/churn``                           share of the last resets that hit a unit younger than 1.5 times the
-                                                maturity (of ReDo: than 1.5 times ``every``)
+        ``gxd/churn``                           share of the last resets that hit a newborn: a unit younger than 1.5
+                                                times its earliest possible age at a reset (the maturity, or more where
+                                                resets are rare; of ReDo ``every``)
         ``gxd/median_age_at_reset``             median age of the units of the same resets, in steps
         ``gxd/nonfinite_observations``          observations left out because they held an infinity or a NaN
         ``gxd/<method>/resets``                 units reset so far by this method
@@ -285,7 +288,7 @@ class Attachment(Acting):
         ``gxd/<method>/age_median``             median age of all units, in steps
         ``gxd/<method>/reference_max``          largest running mean of a unit, in absolute value
         ``gxd/weight_norm``, ``gxd/bias_norm``  L2 norm of all parameters with two or more axes; of all named bias
-        ``gxd/gradient_norm``                      L2 norm of the gradients that the parameters hold now; NaN after
+        ``gxd/gradient_norm``                   L2 norm of the gradients that the parameters hold now; NaN after
                                                 ``zero_grad()``
         ======================================  =======================================================================
 
@@ -349,6 +352,7 @@ class Attachment(Acting):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
         """Copies the model and the optimizer along (or finds their copies in ``memo``), and is attached to these."""
+        self._not_while_evaluating("copy.deepcopy()")
         for part in self._parts:
             if part.scorer is not None:
                 part.scorer.use_passes()
@@ -356,6 +360,8 @@ class Attachment(Acting):
         state = {name: value for name, value in vars(self).items() if name not in ("_hooks", "_listeners")}
         vars(copied).update(copy.deepcopy(state, memo))
         copied._hooks, copied._listeners = [], OrderedDict()
+        copied._paused = 0  # nobody would ever leave the context for it
+        copied._switch()
         if self._hooks:  # torch copies an optimizer without its hooks
             copied._hook()
         return copied

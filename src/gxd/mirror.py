@@ -23,9 +23,9 @@ def mirror_resets(attached: Attachment, copy: nn.Module) -> RemovableHandle:
 
     The copy has weights of its own: those of an earlier time, or an average over time. Its unit gets the incoming
     weights, biases and norm entries that the model's unit has after the reset, its outgoing weights become zero (or
-    stay, where the method lets them stay), and what the unit contributed to its consumers on average, by the copy's own
-    weights and the model's references, goes into their biases. Nothing else of the copy changes. Units that are reset
-    in part (``cpr``) are not mirrored.
+    a share of what they were, where the method leaves one), and what the unit contributed to its consumers on average,
+    by the copy's own weights and the model's references, goes into their biases. Nothing else of the copy changes.
+    Units that are reset in part (``cpr``, a ``blend`` below 1) are not mirrored.
 
     Without it a copy keeps what it has learned until it is updated, and an average moves from the old unit to the new
     one at its own pace. Both are sound; mirror where a unit must not be one thing here and another there.
@@ -62,6 +62,8 @@ def mirror_resets(attached: Attachment, copy: nn.Module) -> RemovableHandle:
         writes: list[Write] = []
         moved: dict[str, Tensor] = {}  # what a unit contributed is moved once, however many methods have reset it
         for group, units, operator, references in done:
+            if operator.blend < 1:
+                continue
             if references is not None:
                 left = units[~torch.isin(units, moved.get(group.name, units[:0]))]
                 means = {group.name: references}
@@ -69,8 +71,15 @@ def mirror_resets(attached: Attachment, copy: nn.Module) -> RemovableHandle:
                 writes += [write for write in found if write.adds]
                 moved = united([*moved.items(), (group.name, units)])
             writes += reset_writes(theirs, [(group, units)], {}, torch.Generator(), operator)
-        # What is added first, with the old weights of the copy, then what is set: neighbours may be reset together.
-        writes.sort(key=lambda write: not write.adds)
-        carry_out([w if w.adds else Write(w.tensor, w.where, w.where.read(model[names[id(w.tensor)]])) for w in writes])
+        # What is added first, with the old weights of the copy; then the columns that keep a share of what they were in
+        # the copy; then what is set as it is in the model. Neighbours may be reset together.
+        writes.sort(key=lambda write: (not write.adds, write.amount is None))
+        as_here = [write.adds or write.amount is not None for write in writes]
+        carry_out(
+            [
+                write if here else Write(write.tensor, write.where, write.where.read(model[names[id(write.tensor)]]))
+                for write, here in zip(writes, as_here, strict=True)
+            ]
+        )
 
     return attached.listen(mirror)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gxd.checkpoint import check_observed, loaded, mapped, saved
+from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.notices import Notices
 from gxd.observe.output_gradients import OutputGradients, Pulled
@@ -51,6 +52,10 @@ class Part:
             shared: what all methods see.
             twins: how many of this name were attached before.
         """
+        if method.utility is not None and method.output_gradient is not None:
+            raise PlanError(
+                f"{method.name} has a utility and an output_gradient, but one of them is observed: make two methods"
+            )
         # Each has generators of its own, by its name, so that one more method does not change what another one draws.
         # Those of ContinualBackprop are the seed's own.
         apart = zlib.crc32(method.name.encode()) - zlib.crc32(b"continual_backprop") + 1_000_003 * twins

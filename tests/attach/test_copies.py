@@ -72,6 +72,15 @@ def test_a_copy_of_the_resetter_alone_brings_the_model_and_the_optimizer_along()
     assert same(state(cbp.model, cbp.optimizer, cbp), state(*parts))
 
 
+def test_a_copy_that_is_made_while_observation_is_paused_observes():
+    parts = trained()
+    with parts[2].paused():
+        twin = copy.deepcopy(parts)
+    train(*twin, 6)
+    train(*parts, 6)
+    assert same(state(*twin), state(*parts))
+
+
 def test_copies_of_copies_do_not_pile_up_hooks():
     parts = trained()
 

@@ -202,6 +202,35 @@ def test_each_of_several_methods_is_mirrored_by_what_it_has_done():
     torch.testing.assert_close(target.head.bias, before.head.bias + moved)
 
 
+def test_a_share_of_the_outgoing_weights_that_stays_is_of_the_copys_own():
+    rig = attach(**OFTEN)
+    rig.cbp.close()
+    method = gxd.method("redo", threshold=1e9, every=1, outgoing=0.25)
+    attached = gxd.attach(rig.model, rig.optimizer, method, plan=plan_of())
+    target = mlp()
+    nn.init.normal_(target.head.weight)
+    before = target.head.weight.clone()
+    gxd.mirror_resets(attached, target)
+    F.cross_entropy(rig.model(X), Y).backward()
+    rig.optimizer.step()
+    assert len(attached.last_resets["fc2"]) == before.shape[1]
+    torch.testing.assert_close(target.head.weight, 0.25 * before)
+    assert torch.equal(target.fc1.weight, rig.model.fc1.weight)
+
+
+def test_what_is_reset_in_part_is_not_mirrored():
+    model = mlp()
+    optimizer = sgd(model)
+    half = gxd.UnitReset("activation", gxd.Threshold(1e9, every=1), reset=gxd.Reset(blend=0.5))
+    attached = gxd.attach(model, optimizer, half, plan=plan_of())
+    target = copy.deepcopy(model)
+    before = copy.deepcopy(target.state_dict())
+    gxd.mirror_resets(attached, target)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    assert all(map(torch.equal, before.values(), target.state_dict().values()))
+
+
 def test_without_compensation_the_copys_biases_stay():
     rig = attach(compensate=False, **OFTEN)
     target = copy.deepcopy(rig.model)

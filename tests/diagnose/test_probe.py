@@ -235,6 +235,21 @@ def test_without_fresh_all_trained_parameters_are_drawn_anew_and_frozen_ones_sta
     assert made.scale.std().item() == pytest.approx(3, rel=0.2)  # the distribution that fits
 
 
+def test_with_fresh_frozen_parameters_and_their_buffers_stay_and_all_has_the_type_of_the_model():
+    model = Own().double()
+    model.bn.requires_grad_(False).running_mean.fill_(7)
+    with torch.random.fork_rng():
+        made = renewed(model, Own, 1)
+    for (name, old), new in zip(model.named_parameters(), made.parameters(), strict=True):
+        is_kept = name.startswith(("frozen", "bn")) or name == "partly.weight"
+        assert new.dtype == torch.float64 and new.requires_grad == old.requires_grad != is_kept
+        assert torch.equal(old, new) or not is_kept, name
+    assert made.bn.running_mean.eq(7).all() and made.bn.running_mean.dtype == torch.float64
+    assert not torch.equal(made.fc.weight, model.fc.weight)
+    made.bn.running_mean.zero_()  # its own
+    assert model.bn.running_mean.eq(7).all()
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["alone", "within another"])
 def test_a_hugging_face_model_is_initialised_by_its_own_means(within: bool):
     from transformers import BertConfig, BertForSequenceClassification

@@ -151,7 +151,8 @@ def test_hidden_layers_that_were_replaced_begin_anew_with_a_warning(plugin: Any)
     assert made.cbp.ages()["body.0"].tolist() == [6] * 9
 
 
-def test_methods_that_wait_for_the_end_of_a_task_act_at_the_end_of_an_experience(plugin: Any):
+def test_methods_that_wait_for_the_end_of_a_task_act_when_the_next_experience_begins(plugin: Any):
+    """Else what is evaluated in between would be the network after a reset."""
     ended = []
 
     class Boundary(gxd.Method):
@@ -161,7 +162,17 @@ def test_methods_that_wait_for_the_end_of_a_task_act_at_the_end_of_an_experience
             ended.append(host.model)
             return state
 
-    strategy = Strategy(Net(), [plugin(Boundary())])
+    strategy, made = Strategy(Net(), [plugin(Boundary())]), plugin(Boundary())
     strategy.train(0, 2)
+    assert not ended
+    made.load_state_dict(strategy.plugins[0].state_dict())
+    Strategy(Net(), [made]).train(1, 2)  # resumed elsewhere
+    assert len(ended) == 1
     strategy.train(1, 2)
-    assert len(ended) == 2
+    strategy.train(2, 2)
+    assert len(ended) == 3
+
+
+def test_a_method_that_needs_the_data_of_the_next_task_is_refused_before_anything_is_trained(plugin: Any):
+    with pytest.raises(ValueError, match=r"dash needs the data .* boundary\(batches, loss\)"):
+        plugin(gxd.method("dash"))

@@ -1,6 +1,7 @@
 """Hare and tortoise against two networks in a loop; and the weights that a model is evaluated with."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +162,30 @@ def test_a_backward_pass_may_wait_while_the_model_is_evaluated():
     assert same(*gradients)
 
 
+def test_evaluating_within_autocast_does_not_see_weights_that_were_cast_before():
+    model, optimizer, attachment = attached()
+    for _ in range(5):
+        train(model, optimizer)
+    model.eval()
+
+    def logits(slow: bool) -> Tensor:
+        with attachment.evaluating() if slow else nullcontext():
+            return model(X)
+
+    def autocast() -> Any:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    with torch.no_grad():
+        expected = []
+        for slow in (False, True):
+            with autocast():
+                expected.append(logits(slow))
+        with autocast():
+            found = [logits(False), logits(True), logits(False)]
+    assert not torch.equal(*expected)
+    assert all(map(torch.equal, found, [expected[0], expected[1], expected[0]]))
+
+
 def test_training_within_evaluating_is_refused():
     model, optimizer, attachment = attached()
     train(model, optimizer)
@@ -170,6 +195,7 @@ def test_training_within_evaluating_is_refused():
         (optimizer.step, "optimizer.step()"),
         (attachment.boundary, "boundary()"),
         (lambda: attachment.load_state_dict(state), "load_state_dict()"),
+        (lambda: copy.deepcopy((model, optimizer, attachment)), "copy.deepcopy()"),
     ):
         with attachment.evaluating():
             refused(call, RuntimeError, (f"{word} within evaluating()", "Leave it first"))

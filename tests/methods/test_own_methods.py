@@ -1,5 +1,6 @@
 """A user's method, selector and utility, written against the public names alone, obey the contract of all others."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,75 @@ def test_the_contract_finds_a_method_that_draws_from_the_global_generator():
     a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("global"))
     with pytest.raises(ContractError, match="after a step, the random state of torch differs"):
         everything_else_is_left_as_it_was_found(case_of("global"))
+
+
+class Meddles(gxd.Method):
+    """Does one thing after every step, if it is to."""
+
+    def __init__(self, act: Callable[[gxd.Host], None], every: int) -> None:
+        self.act, self.every = act, every
+
+    def after_step(self, host: gxd.Host, state: Any) -> Any:
+        if self.every:
+            self.act(host)
+            for _, parameter, *_ in host.trained():
+                parameter.mul_(0.9)
+        return state
+
+
+def lower(host: gxd.Host) -> None:
+    for optimizer in host.optimizers:
+        optimizer.param_groups[1]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda host: host.model.bn.running_mean.zero_(), "bn.running_mean has changed in step 0"),
+        (lower, "the options of the optimizer, group.1.lr differs"),
+        (lambda host: host.model.norm.train(), "training.norm differs"),
+    ],
+    ids=["buffers", "learning rates", "modes"],
+)
+def test_the_contract_finds_a_method_that_changes_what_is_not_its_own(act: Callable[[gxd.Host], None], words: str):
+    case = Case("meddles", lambda: Meddles(act, 1), lambda: Meddles(act, 0))
+    with pytest.raises(ContractError, match=words):
+        check_method(case)
+
+
+def test_a_nan_in_a_state_is_no_difference():
+    class Unknown(gxd.Method):
+        def __init__(self, every: int) -> None:
+            self.every = every
+
+        def init(self, host: gxd.Host) -> Any:
+            return {"best": host.model.norm.bias.new_tensor(float("nan")), "worst": float("nan")}
+
+        def after_step(self, host: gxd.Host, state: Any) -> Any:
+            for _, parameter, *_ in host.trained() if self.every else ():
+                parameter.mul_(0.9)
+            return state
+
+    check_method(Case("unknown", lambda: Unknown(1), lambda: Unknown(0)))
+
+
+@pytest.mark.parametrize("name", gxd.methods())
+def test_every_method_goes_to_another_process_and_back(name: str):
+    method = gxd.method(name)
+    back = pickle.loads(pickle.dumps(method))
+    assert type(back) is type(method) and back.name == name
+    assert getattr(back, "utility", None) is getattr(method, "utility", None)
+
+
+def test_a_method_with_a_utility_and_an_output_gradient_is_refused_before_it_is_attached():
+    class Both(UnitReset):
+        output_gradient = "sketch"
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(gxd.PlanError, match="make two methods"):
+        gxd.attach(model, optimizer, Both("gxd", gxd.LowestRate(0.5, 1)), example_inputs=torch.zeros(2, 4))
+    assert not any(module._forward_hooks for module in model) and not optimizer._optimizer_step_post_hooks
 
 
 def test_a_state_of_dicts_and_numbers_is_saved_and_loaded_with_its_types():

@@ -52,11 +52,11 @@ def renewed(model: nn.Module, make: Make | None, seed: int) -> nn.Module:
 
     Without ``make``, every module is initialised by its own ``reset_parameters`` (those of Hugging Face by
     ``_init_weights``), inner ones first; parameters of modules that have none are drawn from the distribution that fits
-    them. Frozen parameters stay as they are: they are no part of what learns.
+    them. Frozen parameters, with either, stay as they are: they are no part of what learns.
     """
     seed_all(seed)
     if make is not None:
-        return _ready(_made(make, model), model)
+        return _with_frozen(_ready(_made(make, model), model), model)
     made = copied(model, None)
     with torch.no_grad():
         _initialise(made)
@@ -134,7 +134,29 @@ def _made(make: Make, model: nn.Module) -> nn.Module:
             f"fresh must make a network like the model, but {differing[0]!r} is {there} in the model and {here} in it"
         )
     reference = next(model.parameters(), None)
-    return made if reference is None else made.to(reference.device)
+    made = made if reference is None else made.to(reference.device)
+    known = _tensors(model)
+    for name, tensor in _tensors(made).items():  # a model in 16 bits is compared with one in 16 bits
+        if name in known:
+            tensor.data = tensor.data.to(known[name].dtype)
+    return made
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def _with_frozen(made: nn.Module, model: nn.Module) -> nn.Module:
+    """With what is frozen in the model as it is there."""
+    fresh_ones = dict(made.named_parameters())
+    for name, old in model.named_parameters():
+        if not old.requires_grad:
+            fresh_ones[name].copy_(old)
+    for name, module in model.named_modules():
+        for buffer, old in module.named_buffers(recurse=False) if _is_frozen(module) else ():
+            made.get_submodule(name).get_buffer(buffer).data = old.clone()
+    return made
 
 
 def _ready(made: nn.Module, model: nn.Module) -> nn.Module:

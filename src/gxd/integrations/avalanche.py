@@ -20,11 +20,12 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
     """Attaches gxd to the model of a strategy in every experience, with statistics that go on from one to the next.
 
     A model may grow a head between two experiences: it is planned again, and the units behind the head keep their
-    statistics. Where hidden layers were replaced they begin anew, with a warning. At the end of an experience, methods
-    that wait for the end of a task act.
+    statistics. Where hidden layers were replaced they begin anew, with a warning. Methods that wait for the end of a
+    task act when the next experience begins: what is evaluated in between is the network that was trained.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
+        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`. Not ``dash``, which needs the data of
+            the next task.
         options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`. Without ``example_inputs``, the model is
             traced with the first batch of an experience.
 
@@ -35,6 +36,12 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
     def __init__(self, *methods: Method, **options: Any) -> None:
         super().__init__()
         self._session = Session(methods, options)
+        needing = [method.name for method in methods if method.needs_data]
+        if needing:
+            raise ValueError(
+                f"{needing[0]} needs the data of the next task, which this plugin does not have: attach it by hand, "
+                "and call boundary(batches, loss) between two experiences"
+            )
         self._began = False  # this experience
 
     @property
@@ -60,7 +67,7 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
         if self._began:
             return
         self._began = True
-        model = unwrap(strategy.model)
+        model, goes_on = unwrap(strategy.model), bool(self._session.state_dict())
         inputs = on_device(strategy.mb_x[:2], model) if self._session.needs_inputs(model) else None
         try:
             self._session.begin(model, strategy.optimizer, inputs)
@@ -70,6 +77,8 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
             self._session.forget()
             self._session.begin(model, strategy.optimizer, inputs)
             warn(f"layers were replaced, so all units begin with fresh statistics: {error}", ObservationWarning)
+        if goes_on and self.cbp is not None:
+            self.cbp.boundary()
 
     def before_backward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Observe."""
@@ -77,7 +86,5 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
             self.cbp.observe(strategy.mb_output, strategy.mb_y if self._session.needs_target else None)
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """The task has ended. Detach; the state is kept for the next."""
-        if self._session.is_open and self.cbp is not None:
-            self.cbp.boundary()
+        """Detach; the state is kept for the next experience."""
         self._session.end()

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,13 @@ class Utility:
     @property
     def needs_observe(self) -> bool:
         return self.gradient in ("target", "all", "sketch", "kl")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name: in another process it is what is registered there."""
+        return get_utility, (self.name,)
+
+    def __deepcopy__(self, memo: Any) -> Utility:
+        return self
 
 
 GRADIENTS = (None, "target", "all", "sketch", "kl", "loss", "weights")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class LowestRate(Selector):
     """
 
     def __init__(self, rate: float = 1e-4, maturity: int = 100, score_every: int = 1) -> None:
-        self.rates = PerGroup("replacement_rate", rate, arguments.rate, lambda group: group.rate)
+        self.rates = PerGroup("replacement_rate", rate, arguments.rate, attrgetter("rate"))
         self.maturities = PerGroup("maturity", maturity, arguments.maturity)
         self.score_every = arguments.every("score_every", score_every)
 

@@ -23,7 +23,7 @@ class PerGroup:
         name: str,
         default: Any,
         check: Callable[[Any], Any],
-        planned: Callable[[Group], Any] = lambda group: None,
+        planned: Callable[[Group], Any] | None = None,
     ) -> None:
         self.name, self.check, self.planned = name, check, planned
         self.own: dict[str, Any] = {}
@@ -46,7 +46,7 @@ class PerGroup:
 
     def of(self, group: Group) -> Any:
         """Its own value, or that of the plan, or the common one."""
-        planned = self.planned(group)
+        planned = None if self.planned is None else self.planned(group)
         return self.own.get(group.name, self._default if planned is None else planned)
 
     def change(self, group: str, *value: Any) -> None:

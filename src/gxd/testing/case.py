@@ -62,5 +62,7 @@ def case_of(name: str, label: str | None = None, /, **options: Any) -> Case:
 
 
 def lively(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of these options, of which some are given with their defaults, that make something happen soon."""
-    return {name: value for name, value in LIVELY.items() if known.get(name) is not None}
+    """Values of these options, which are given with their defaults, that make something happen soon."""
+    found = {name: value for name, value in LIVELY.items() if known.get(name) is not None}
+    counts = {name for name, value in found.items() if isinstance(value, int) and isinstance(known[name], float)}
+    return {**found, **dict.fromkeys(counts, 1.0)}  # where it is a share, all of it
