@@ -196,7 +196,7 @@ def test_a_nan_in_a_state_is_no_difference():
             self.every = every
 
         def init(self, host: gxd.Host) -> Any:
-            return {"best": host.model.norm.bias.new_tensor(float("nan")), "worst": float("nan")}
+            return {"best": next(host.model.parameters()).new_tensor(float("nan")), "worst": float("nan")}
 
         def after_step(self, host: gxd.Host, state: Any) -> Any:
             for _, parameter, *_ in host.trained() if self.every else ():
