@@ -14,7 +14,7 @@ from gxd.methods.base import Host, Method
 from gxd.methods.registry import register_method
 from gxd.methods.scope import KINDS, Exclude, patterns, treated
 from gxd.plan.init import Init
-from gxd.reset.fresh import Distributions, distributions
+from gxd.reset.fresh import TABLES, Distributions, distributions
 from gxd.reset.operator import MEMORIES
 from gxd.reset.writes import Entries, Write
 
@@ -75,7 +75,7 @@ class SWR(Method):
 
     def judged(self, host: Host) -> dict[str, nn.Parameter]:
         """The parameters whose weights are judged, by name."""
-        embeddings = [m for m in host.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        embeddings = [m for m in host.model.modules() if isinstance(m, TABLES)]
         left = set() if self.tables else {id(module.weight) for module in embeddings}
         wanted = treated(host.model, self.exclude, KINDS)
         return {name: p for name, p in host.parameters().items() if name in wanted and id(p) not in left}

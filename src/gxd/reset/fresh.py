@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from gxd.plan.init import Init, fit
-from gxd.plan.layouts import default_bound
+from gxd.plan.layouts import default_bound, layout_of
 from gxd.sharded import whole
 
 Distributions = dict[str, tuple[str, float]]  # parameter name -> kind and scale, as of gxd.plan.init.Init
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def distributions(model: nn.Module) -> Distributions:
@@ -32,8 +33,10 @@ def fresh(name: str, parameter: Tensor, known: Distributions, generator: torch.G
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation, by the name of its class: frameworks have their own."""
-    return "Norm" in type(module).__name__
+    """Whether it is a normalisation, by the name of its class: frameworks have their own. A layer or a table is none,
+    whatever it is called: a ``NormedLinear`` is linear.
+    """
+    return "Norm" in type(module).__name__ and layout_of(module) is None and not isinstance(module, TABLES)
 
 
 def _began_with(module: nn.Module, key: str, parameter: Tensor) -> Init:
