@@ -14,6 +14,7 @@ from gxd.reset.optimizers import trained_by
 from gxd.reset.writes import Whole, Write
 
 MANY_STEPS = 10_000  # without the end of a task
+STATISTICS = {"running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}  # of norms, and what they begin with
 
 
 class EventState(NamedTuple):
@@ -106,7 +107,7 @@ def fresh_statistics(within: nn.Module) -> list[Write]:
     for module in filter(is_norm, within.modules()):
         own = list(module.parameters(recurse=False))
         if not own or any(p.requires_grad for p in own):
-            for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("num_batches_tracked", 0.0)):
+            for name, value in STATISTICS.items():
                 buffer = module._buffers.get(name)
                 if isinstance(buffer, Tensor):
                     writes.append(Write(buffer, Whole(), value))
