@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class ByGradient(SWR):
         return state._replace(gradients=Some({**state.gradients, **new}))
 
     def scores(self, host: Host, state: Weights, name: str, parameter: Tensor) -> Tensor | None:
-        gradient = state.gradients.get(name)
+        gradient = shown(state.gradients, name)
         return None if gradient is None else (parameter * gradient).abs()
 
 
@@ -128,10 +129,19 @@ class ByAttribution(SWR):
         return self.due(state)
 
     def scores(self, host: Host, state: Weights, name: str, parameter: Tensor) -> Tensor | None:
-        if host.output_gradients is None or name not in host.output_gradients:
+        gradient = shown(host.output_gradients or {}, name)
+        if gradient is None:
             return None
         reset = self.written(state, name)
-        return ((parameter - reset.mean).square() + reset.deviation**2).sqrt() * host.output_gradients[name].abs()
+        return ((parameter - reset.mean).square() + reset.deviation**2).sqrt() * gradient.abs()
+
+
+def shown(gradients: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The gradient of a parameter; None if this step does not show it. Zeros throughout say no more than none at all:
+    ``zero_grad(set_to_none=False)`` leaves them at the head of another task.
+    """
+    gradient = gradients.get(name)
+    return gradient if gradient is not None and gradient.any() else None
 
 
 SCORES: dict[str, tuple[type[SWR], str | None]] = {
@@ -167,7 +177,7 @@ def swr(
     - Each tensor's distribution is found from its initial values, not given: that of its layer, a uniform or a normal.
       Biases are set to its mean, so to 0, or to the constant they began with; gains of norms to 1.
     - Embeddings are left alone unless ``score`` is ``magnitude``: the gradient of a word that is not in the batch is
-      zero, which says nothing of its use. So is a parameter that had no gradient in this step.
+      zero, which says nothing of its use. So is a parameter that had no gradient in this step, or one of zeros alone.
     - The authors' running average of the utility, which is off in their experiments, is left out, and so is their
       random utility.
     - A fraction of a weight is drawn from this method's generator, not from NumPy's global one.
