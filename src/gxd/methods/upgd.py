@@ -57,7 +57,9 @@ class UPGD(Method):
         sums, counts = dict(state.sums), dict(state.counts)
         for one, gradient in graded:
             gain = (1.0 - self.decay) / host.grad_scale * (1.0 if one.maximize else -1.0)
-            sums[one.name] = (self.decay * sums[one.name]).addcmul_(gradient, one.parameter, value=gain)
+            new = (self.decay * sums[one.name]).addcmul_(gradient, one.parameter, value=gain)
+            # What is not finite would stay for ever, and in the maximum it would open or shut all gates.
+            sums[one.name] = torch.where(new.isfinite(), new, sums[one.name])
             counts[one.name] += 1
         weights = {name: 1.0 - self.decay**count for name, count in counts.items() if count}
         largest = [(sums[name].max() / weight).to(host.device) for name, weight in weights.items()]
@@ -105,6 +107,7 @@ def upgd(decay: float = 0.999, noise: float = 1e-3, weight_decay: float = 1e-3, 
     - With momentum the noise and the gates of past steps go on acting. Adam divides a gate out again where it is
       steady, so that little of the protection is left; what remains is the noise and the differences between steps.
     - With several optimizers the maximum is over what is known of all of them when one steps.
+    - A step whose ``g w`` is not finite leaves the average of that weight as it is.
     - Nothing is learnt of weights that another method has reset: their averages catch up at the pace of the decay.
 
     Args:
