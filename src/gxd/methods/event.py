@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gxd import arguments
 from gxd.methods.base import Host, Method
-from gxd.reset.fresh import Distributions, fresh, is_norm
+from gxd.reset.fresh import Distributions, fixed_rows, fresh, is_norm, with_rows_of
 from gxd.reset.optimizers import trained_by
 from gxd.reset.writes import Whole, Write
 
@@ -89,8 +89,11 @@ def draw_anew(host: Host, known: Distributions, within: nn.Module, everything: b
     """
     mine, before = {id(p) for p in within.parameters()}, host.generator.get_state()
     try:
-        trained = [(one.name, one.parameter) for one in host.trained() if id(one.parameter) in mine]
-        writes = [Write(p, Whole(), fresh(name, p, known, host.generator)) for name, p in trained]
+        writes, fixed = [], fixed_rows(host.model)
+        for name, parameter, *_ in host.trained():
+            if id(parameter) in mine:
+                value = fresh(name, parameter, known, host.generator)
+                writes.append(Write(parameter, Whole(), with_rows_of(parameter, fixed.get(id(parameter), ()), value)))
         writes += fresh_statistics(within)
         if everything:
             begin_anew(host, writes)

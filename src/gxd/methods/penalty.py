@@ -11,6 +11,7 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.methods.scope import BUT_NORMS, Exclude, patterns, treated
+from gxd.reset.fresh import fixed_rows, holding
 
 
 class Penalty(Method):
@@ -49,10 +50,11 @@ class Penalty(Method):
     def after_step(self, host: Host, state: dict[str, Any]) -> dict[str, Any]:
         if not self.strength:
             return state
-        state = self.prepared(host, state)
+        state, fixed = self.prepared(host, state), fixed_rows(host.model)
         for name, parameter, lr, _ in host.trained():
             if name in state:
-                self.descend(host, state, name, parameter, lr * self.strength)
+                with holding(parameter, fixed.get(id(parameter), ())):
+                    self.descend(host, state, name, parameter, lr * self.strength)
         return state
 
 
@@ -75,12 +77,13 @@ class InGradient(Method):
                     f"the gradient of {name!r} is sparse, and {self.name} adds to all of it: make it dense "
                     f"(sparse=False of the embedding), or use decoupled=True, or exclude={name!r}"
                 )
-        state = penalty.prepared(host, state)
+        state, fixed = penalty.prepared(host, state), fixed_rows(host.model)
         for name, parameter, _, maximize in host.trained():
             if name in state and parameter.grad is not None:
                 strength = -penalty.strength if maximize else penalty.strength
                 gradient = penalty.gradient(host, state, name, parameter)
-                parameter.grad.add_(gradient, alpha=strength * host.grad_scale)
+                with holding(parameter.grad, fixed.get(id(parameter), ())):
+                    parameter.grad.add_(gradient, alpha=strength * host.grad_scale)
         return state
 
 

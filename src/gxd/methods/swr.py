@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from gxd.methods.base import Host, Method
 from gxd.methods.registry import register_method
 from gxd.methods.scope import KINDS, Exclude, patterns, treated
 from gxd.plan.init import Init
-from gxd.reset.fresh import TABLES, Distributions, distributions
+from gxd.reset.fresh import TABLES, Distributions, distributions, fixed_rows, without_rows
 from gxd.reset.operator import MEMORIES
 from gxd.reset.writes import Entries, Write
 
@@ -59,9 +59,10 @@ class SWR(Method):
         after = state._replace(step=state.step + 1, gradients=Some())
         if self.every:
             host.check_new_state()
-        writes, total = [], state.total
+        writes, total, fixed = [], state.total, fixed_rows(host.model) if self.due(state) else {}
         for name, parameter in self.judged(host).items() if self.due(state) else ():
-            where = self.chosen(self.scores(host, state, name, parameter), parameter, host)
+            rows = fixed.get(id(parameter), ())
+            where = self.chosen(self.scores(host, state, name, parameter), parameter, host, rows)
             if len(where):
                 values = self.written(state, name).draw(where.shape, host.generator).to(parameter)
                 writes.append(Write(parameter, Entries(where), host.processes.agree(values)))
@@ -85,18 +86,25 @@ class SWR(Method):
         """Of all weights of a parameter, in its shape; None if this step does not show it."""
         return parameter.abs()
 
-    def chosen(self, scores: Tensor | None, parameter: Tensor, host: Host) -> Tensor:
-        """The numbers of the weights of a parameter that are redrawn; equal on all processes."""
-        share = parameter.numel() * self.factor
+    def chosen(self, scores: Tensor | None, parameter: Tensor, host: Host, rows: Sequence[int]) -> Tensor:
+        """The numbers of the weights of a parameter that are redrawn; equal on all processes. These rows are fixed, and
+        not among those that are compared.
+        """
+        size = without_rows(parameter, rows).numel()
+        share = size * self.factor
         more = bool(torch.rand((), generator=host.generator) < share % 1)  # drawn in any case, on all processes alike
-        mask = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        mask = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
         if scores is not None:
-            flat = scores.flatten().to(torch.promote_types(scores.dtype, torch.float32))
+            flat = without_rows(scores, rows).flatten().to(torch.promote_types(scores.dtype, torch.float32))
             if self.selection == "threshold":
                 mask.copy_(flat <= self.factor * flat.mean())
             else:
                 mask[flat.topk(int(share) + more, largest=False).indices] = 1
-        return host.processes.agree(mask).nonzero().flatten()
+        where = host.processes.agree(mask).nonzero().flatten()
+        if not rows:
+            return where
+        numbers = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+        return without_rows(numbers, rows).flatten()[where]
 
     def written(self, state: Weights, name: str) -> Init:
         """The distribution of what a reset writes to a weight. A bias is not drawn, as in the authors' code."""
@@ -178,6 +186,7 @@ def swr(
       Biases are set to its mean, so to 0, or to the constant they began with; gains of norms to 1.
     - Embeddings are left alone unless ``score`` is ``magnitude``: the gradient of a word that is not in the batch is
       zero, which says nothing of its use. So is a parameter that had no gradient in this step, or one of zeros alone.
+      So is the row of a padding token (``padding_idx``), which nothing trains.
     - The authors' running average of the utility, which is off in their experiments, is left out, and so is their
       random utility.
     - A fraction of a weight is drawn from this method's generator, not from NumPy's global one.

@@ -11,6 +11,7 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.methods.registry import register_method
+from gxd.reset.fresh import fixed_rows, holding
 
 
 class Averages(NamedTuple):
@@ -69,17 +70,20 @@ class UPGD(Method):
         # On the device, from a seed of this step's: to draw on the host would take longer than all the rest.
         seed = int(torch.randint(2**62, (), generator=host.generator))
         generators = {g.device: torch.Generator(g.device).manual_seed(seed) for _, g in graded}
+        fixed = fixed_rows(host.model)
         for one, gradient in graded:
+            rows = fixed.get(id(one.parameter), ())
             scale = -weights[one.name] * most.to(gradient.device)
             gate = (sums[one.name] / scale).sigmoid_()  # 1 - sigmoid(u / max u)
-            if self.noise:
-                noise = torch.empty_like(gradient)
-                noise.normal_(0.0, self.noise * host.grad_scale, generator=generators[gradient.device])
-                gradient.add_(noise if self.protect else noise.mul_(gate))
-            if self.protect:
-                gradient.mul_(gate)
-            if self.weight_decay:
-                one.parameter.mul_(1.0 - one.lr * self.weight_decay)
+            with holding(gradient, rows), holding(one.parameter, rows):
+                if self.noise:
+                    noise = torch.empty_like(gradient)
+                    noise.normal_(0.0, self.noise * host.grad_scale, generator=generators[gradient.device])
+                    gradient.add_(noise if self.protect else noise.mul_(gate))
+                if self.protect:
+                    gradient.mul_(gate)
+                if self.weight_decay:
+                    one.parameter.mul_(1.0 - one.lr * self.weight_decay)
         return Averages(sums, counts)
 
 
@@ -108,6 +112,7 @@ def upgd(decay: float = 0.999, noise: float = 1e-3, weight_decay: float = 1e-3, 
       steady, so that little of the protection is left; what remains is the noise and the differences between steps.
     - With several optimizers the maximum is over what is known of all of them when one steps.
     - A step whose ``g w`` is not finite leaves the average of that weight as it is.
+    - The row of a padding token (``padding_idx``), which nothing trains, is neither perturbed nor decayed.
     - Nothing is learnt of weights that another method has reset: their averages catch up at the pace of the decay.
 
     Args:
