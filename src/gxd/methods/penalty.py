@@ -24,16 +24,21 @@ class Penalty(Method):
         strength: of the penalty; 0: nothing is done.
         exclude: what is left out, see :func:`gxd.methods.scope.patterns`.
         kinds: which kinds of parameters it is on, see :func:`gxd.methods.scope.kinds`.
+        decoupled: False: it is a part of the gradient, and needs no learning rate.
     """
 
     kinds: tuple[str, ...] = BUT_NORMS
+    decoupled: bool = True
 
     def __init__(self, strength: float, exclude: Exclude = ()) -> None:
         self.strength = arguments.number("strength", strength, 0.0)
         self.exclude = patterns(exclude)
 
     def init(self, host: Host) -> dict[str, Any]:
-        return treated(host.model, self.exclude, self.kinds)
+        names = treated(host.model, self.exclude, self.kinds)
+        if self.strength and self.decoupled:
+            host.need_rates(self.name, names, "use decoupled=False")
+        return names
 
     def prepared(self, host: Host, state: dict[str, Any]) -> dict[str, Any]:
         """What has to be known of all parameters before the gradient."""
@@ -51,10 +56,10 @@ class Penalty(Method):
         if not self.strength:
             return state
         state, fixed = self.prepared(host, state), fixed_rows(host.model)
-        for name, parameter, lr, _ in host.trained():
-            if name in state:
-                with holding(parameter, fixed.get(id(parameter), ())):
-                    self.descend(host, state, name, parameter, lr * self.strength)
+        for one in host.trained():
+            if one.name in state:
+                with holding(one.parameter, fixed.get(id(one.parameter), ())):
+                    self.descend(host, state, one.name, one.parameter, one.rate * self.strength)
         return state
 
 
@@ -63,6 +68,7 @@ class InGradient(Method):
 
     def __init__(self, penalty: Penalty) -> None:
         self.penalty, self.sharded = penalty, penalty.sharded
+        penalty.decoupled = False
 
     def init(self, host: Host) -> dict[str, Any]:
         return self.penalty.init(host)

@@ -52,6 +52,8 @@ class ShrinkAndPerturb(Event):
 
     def begin(self, host: Host) -> dict[str, Any]:
         known: dict[str, Any] = treated(host.model, self.exclude, KINDS)
+        if self.form.decay:
+            host.need_rates(self.name, known, "use decay=0.0, with a smaller retain")
         if self.form.noise == "fresh":
             return {name: kind for name, kind in distributions(host.model).items() if name in known}
         if self.form.noise == "initial":
@@ -60,9 +62,11 @@ class ShrinkAndPerturb(Event):
 
     def act(self, host: Host, own: dict[str, Any]) -> dict[str, Any]:
         form, writes, fixed = self.form, [], fixed_rows(host.model)
-        for name, parameter, lr, _ in host.trained():
+        for one in host.trained():
+            name, parameter = one.name, one.parameter
             if name in own:
-                value = wide(parameter.detach()) * (form.retain - min(form.retain, lr * form.decay))
+                decay = one.rate * form.decay if form.decay else 0.0
+                value = wide(parameter.detach()) * (form.retain - min(form.retain, decay))
                 if form.scale:
                     value.add_(self._noise(host, own, name, parameter), alpha=form.scale)
                 writes.append(Write(parameter, Whole(), with_rows_of(parameter, fixed.get(id(parameter), ()), value)))

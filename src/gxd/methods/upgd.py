@@ -40,6 +40,8 @@ class UPGD(Method):
 
     def init(self, host: Host) -> Averages:
         named = dict(host.model.named_parameters())  # also what is frozen now: it may be trained later
+        if self.weight_decay:
+            host.need_rates(self.name, named, "use weight_decay=0.0")
         kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in named.items()}
         sums = {name: torch.zeros_like(p, dtype=kinds[name], requires_grad=False) for name, p in named.items()}
         return Averages(sums, dict.fromkeys(named, 0))
@@ -83,7 +85,7 @@ class UPGD(Method):
                 if self.protect:
                     gradient.mul_(gate)
                 if self.weight_decay:
-                    one.parameter.mul_(1.0 - one.lr * self.weight_decay)
+                    one.parameter.mul_(1.0 - one.rate * self.weight_decay)
         return Averages(sums, counts)
 
 
