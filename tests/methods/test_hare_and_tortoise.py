@@ -105,6 +105,81 @@ def test_slow_weights_see_through_noise():
     assert slow < 0.5 * fast
 
 
+# ---- buffers
+
+
+class Causal(nn.Module):
+    """Attention with a mask that is infinite, a cache that grows, and a mean of its own; and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(len(X)))
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.cache) < len(x):
+            self.cache = torch.ones(len(x), 1)
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        q = self.norm(self.q(x - self.mean)) * self.cache[: len(x)]
+        return self.head((q @ q.T + self.mask).softmax(-1) @ q)
+
+
+OWN = ("mask", "cache", "mean")
+
+
+def causal(every: int | None = 0) -> tuple[Any, Any, gxd.Attachment]:
+    model = Causal()
+    optimizer = sgd(model)
+    return model, optimizer, gxd.attach(model, optimizer, gxd.method("hare_and_tortoise", decay=DECAY, every=every))
+
+
+def own(model: nn.Module) -> list[Tensor]:
+    """The buffers that are the model's own."""
+    return [getattr(model, name).clone() for name in OWN]
+
+
+def test_buffers_that_are_no_statistics_of_norms_are_the_models_own():
+    """The average of minus infinity would be NaN, and one of a cache that grows has no size."""
+    (model, optimizer, attachment), other = causal(), Causal()
+    plainly = sgd(other)
+    for _ in range(4):
+        train(model, optimizer)
+        train(other, plainly)
+        with attachment.evaluating():
+            assert same(own(model), own(other))
+            assert model.eval()(X).isfinite().all()
+        model.train()
+    attachment.boundary()
+    assert same(own(model), own(other)) and model(X).isfinite().all()
+    assert not torch.equal(model.norm.running_mean, other.norm.running_mean)
+
+
+def test_running_statistics_of_norms_are_averaged():
+    model, optimizer, attachment = causal()
+    slow = {name: model.get_buffer(f"norm.{name}").clone() for name in ("running_mean", "running_var")}
+    for _ in range(3):
+        train(model, optimizer)
+        for name, value in slow.items():
+            value.mul_(DECAY).add_((1 - DECAY) * model.get_buffer(f"norm.{name}"))
+    with attachment.evaluating():
+        for name, value in slow.items():
+            torch.testing.assert_close(model.get_buffer(f"norm.{name}"), value)
+
+
+def test_a_checkpoint_of_a_model_whose_cache_has_grown_is_loaded_into_one_that_has_none():
+    model, optimizer, attachment = causal()
+    for _ in range(3):
+        train(model, optimizer)
+    fresh, _, resumed = causal()
+    resumed.load_state_dict(attachment.state_dict())
+    assert same(resumed.state_dict(), attachment.state_dict())
+    assert len(model.cache) == len(X) and len(fresh.cache) == 0
+
+
 # ---- evaluating()
 
 

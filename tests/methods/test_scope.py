@@ -42,6 +42,43 @@ def test_a_head_that_is_tied_to_an_embedding_first_in_order_is_an_embedding_too(
     assert kinds(model) == {"head.weight": "other", "head.bias": "bias"}
 
 
+class NormedLinear(nn.Linear):
+    """The cosine classifier of class-incremental learning: a layer, whatever it is called."""
+
+
+class NormedConv2d(nn.Conv2d):
+    pass
+
+
+class NormedTable(nn.Embedding):
+    pass
+
+
+def test_a_layer_or_a_table_with_norm_in_its_name_is_no_norm():
+    model = nn.Sequential(NormedConv2d(2, 3, 1), NormedLinear(4, 3), NormedTable(5, 2), nn.LayerNorm(3))
+    found = kinds(model)
+    assert [found[f"{n}.weight"] for n in range(4)] == ["weight", "weight", "other", "gain"]
+    assert [found[f"{n}.bias"] for n in (0, 1, 3)] == ["bias", "bias", "shift"]
+    assert treated(model[:2], ("head",), ["weight"]) == {"0.weight": "weight"}
+
+
+@pytest.mark.parametrize(("name", "options"), [("head_reset", {}), ("full_reset", {}), ("swr", {"every": 1})])
+def test_a_layer_with_norm_in_its_name_is_drawn_from_the_distribution_of_layers(name: str, options: dict[str, int]):
+    """Not from that of gains, which are 1. Half of a uniform draw lies beyond half of its bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 25), nn.ReLU(), NormedLinear(25, 40, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    swr = {"factor": 1e9, "score": "magnitude"} if name == "swr" else {}
+    attached = gxd.attach(model, optimizer, gxd.method(name, **options, **swr))
+    before = model[2].weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    attached.boundary()
+    after = model[2].weight.detach()
+    assert (after != before).all() and after.abs().max() <= 25**-0.5
+    assert 0.4 < (after.abs() > 25**-0.5 / 2).float().mean() < 0.6
+
+
 @pytest.mark.parametrize(
     ("exclude", "left"),
     [

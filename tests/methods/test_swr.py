@@ -493,6 +493,30 @@ def test_words_that_are_not_in_the_batch_keep_their_embedding_unless_it_is_judge
     assert total(attachment) > 0
 
 
+@pytest.mark.parametrize("selection", ["threshold", "proportional"])
+@pytest.mark.parametrize("score", ["gradient", "attribution"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_head_of_another_task_is_left_alone_whether_its_gradient_is_none_or_zero(
+    set_to_none: bool, score: str, selection: str
+):
+    """``zero_grad(set_to_none=False)`` leaves zeros where nothing was computed: they say nothing of a weight's use."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "one": nn.Linear(8, 3), "two": nn.Linear(8, 3)})
+    _, optimizer, attachment = attached(model=model, score=score, selection=selection, factor=0.3)
+    for task in ("one", "two"):
+        before = copy.deepcopy(model["one"].state_dict())
+        redrawn = total(attachment)
+        for number in range(3):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad(set_to_none=set_to_none)
+            logits = model[task](model["body"](x).relu())
+            attachment.observe(logits + 0.0 * model["one"](model["body"](x)), Y)
+            F.cross_entropy(logits, Y).backward()
+            optimizer.step()
+        assert total(attachment) > redrawn
+    assert same(model["one"].state_dict(), before)
+
+
 # ---- bad input
 
 

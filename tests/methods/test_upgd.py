@@ -196,6 +196,44 @@ def test_with_two_optimizers_the_maximum_is_over_the_weights_of_both():
     assert not torch.allclose(alone[3].weight, model[3].weight)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_does_not_enter_the_average_and_the_rest_does(bad: float):
+    """Else one of them is the maximum, or NaN, for ever, also when the weights of before it are put back."""
+    model, made, attachment = attached(decay=0.9)
+    other, plainly, unharmed = attached(decay=0.9)
+    for number in range(4):
+        for one in (model, other):
+            backward(one)
+        good = copy.deepcopy(model.state_dict())
+        if number == 2:
+            model[0].weight.grad[1, 2] = bad
+        made.step()
+        plainly.step()
+        if number == 2:
+            model.load_state_dict(good)
+            other.load_state_dict(good)
+        found, expected = (one._parts[0].state.sums for one in (attachment, unharmed))
+        for name, average in found.items():
+            differ = (average != expected[name]).nonzero().tolist()
+            assert average.isfinite().all() and differ in ([], [[1, 2]]), name
+            assert not differ or (name == "0.weight" and number >= 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_value_that_is_not_finite_leaves_its_average_as_it_was_and_the_step_after_it_counts():
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    _, made, attachment = attached(model=model, decay=0.5)
+    averages = []
+    for gradient in (-1.0, math.nan, -1.0):
+        model.weight.data.fill_(1.0)
+        model.weight.grad = torch.tensor([[gradient, -1.0]])
+        made.step()
+        averages.append(attachment._parts[0].state.sums["weight"].flatten().tolist())
+    assert averages == [[0.5, 0.5], [0.5, 0.75], [0.75, 0.875]]
+
+
 def test_averages_of_a_model_in_half_precision_are_kept_in_full():
     model = net().bfloat16()
     _, made, attachment = attached(model=model, decay=0.9999, noise=0.1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gxd.plan.layouts import CONV, CONV_TRANSPOSE, LINEAR, LINEAR_TRANSPOSED, AbsoluteSums, Layout
+from gxd.reset.fresh import holding
 from gxd.reset.writes import AlongAxis, Entries, InBlocks, Slices, Whole, Write, carry_out, read
 
 if not dist.is_available():
@@ -107,3 +108,22 @@ def test_what_is_read_of_shards_and_summed_over_them_is_that_of_the_whole(data: 
     shares = as_each_process(world, 1, lambda share_out: (read(where, (s := share_out(weight, axis))), sums(s)))
     assert torch.equal(torch.stack([share for share, _ in shares]).sum(0), where.read(weight))
     assert torch.allclose(torch.stack([share for _, share in shares]).sum(0), sums(weight))
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_rows_that_are_held_are_those_of_the_whole(data: st.DataObject):
+    rows, columns, world = data.draw(st.integers(1, 6)), data.draw(SMALL), data.draw(SMALL)
+    held = some(data.draw, rows).tolist()
+    axis = data.draw(st.integers(0, 1))
+    full = torch.arange(1.0, rows * columns + 1).view(rows, columns)
+
+    def act(share_out: Callable[[Tensor, int], Any]) -> Tensor:
+        shared = share_out(full.clone(), axis)
+        with holding(shared, held):
+            shared.to_local().zero_()
+        return shared.to_local()
+
+    expected = torch.zeros_like(full)
+    expected[held] = full[held]
+    assert torch.equal(torch.cat(as_each_process(world, 1, act), axis), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,12 +39,35 @@ class UnitsReset(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A parameter that an optimizer trains."""
+    """A parameter that an optimizer trains.
+
+    Attributes:
+        lr: None if the optimizer sizes its steps itself, as Adafactor may; see :attr:`rate`.
+    """
 
     name: str
     parameter: nn.Parameter
-    lr: float
+    lr: float | None
     maximize: bool
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, for a method that cannot do without and has called :meth:`Host.need_rates`."""
+        if self.lr is None:
+            raise PlanError(
+                f"the optimizer has no learning rate for {self.name!r} (lr=None), and a method multiplies by it"
+            )
+        return self.lr
+
+
+class _Place(NamedTuple):
+    """Where a parameter of the model is in an optimizer."""
+
+    name: str
+    parameter: nn.Parameter
+    optimizer: Any
+    number: int
+    group: Mapping[str, Any]
 
 
 @dataclass
@@ -95,13 +118,37 @@ class Host:
 
     def trained(self) -> Iterator[Trained]:
         """All parameters that the optimizers train, each once; before a step, those of the optimizer that steps."""
+        for place in self._places():
+            if place.parameter.requires_grad:
+                lr = place.group.get("lr")
+                rate = None if lr is None else float(lr)
+                yield Trained(place.name, place.parameter, rate, bool(place.group.get("maximize")))
+
+    def need_rates(self, method: str, names: Container[str], instead: str) -> None:
+        """Raise PlanError if an optimizer has no learning rate for one of these parameters, also of those that are
+        frozen now; for ``init`` of a method that multiplies by it.
+
+        Args:
+            method: its name.
+            instead: what can be done about it, other than to give one.
+        """
+        for place in self._places():
+            if place.name in names and place.group.get("lr") is None:
+                raise PlanError(
+                    f"{method} needs the learning rate of {place.name!r}, and parameter group {place.number} of the "
+                    f"optimizer, {type(place.optimizer).__name__}, has lr=None: it sizes its steps itself. Give the "
+                    f"group an lr (for Hugging Face's Adafactor with relative_step=False), or {instead}"
+                )
+
+    def _places(self) -> Iterator[_Place]:
+        """Of all parameters of the model that are in an optimizer, each once."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for optimizer in all_inside(self.optimizers if self.stepping is None else [self.stepping]):
-            for group in getattr(optimizer, "param_groups", ()):
+            for number, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for parameter in group["params"]:
                     name = names.pop(id(parameter), None)
-                    if name is not None and parameter.requires_grad:
-                        yield Trained(name, parameter, float(group["lr"]), bool(group.get("maximize")))
+                    if name is not None:
+                        yield _Place(name, parameter, optimizer, number, group)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`trained`, by name."""

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from gxd import arguments
 from gxd.methods.base import Host, Method
-from gxd.reset.fresh import Distributions, fresh, is_norm
+from gxd.reset.fresh import Distributions, fixed_rows, fresh, is_norm, with_rows_of
 from gxd.reset.optimizers import trained_by
 from gxd.reset.writes import Whole, Write
 
 MANY_STEPS = 10_000  # without the end of a task
+STATISTICS = {"running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}  # of norms, and what they begin with
 
 
 class EventState(NamedTuple):
@@ -88,8 +89,11 @@ def draw_anew(host: Host, known: Distributions, within: nn.Module, everything: b
     """
     mine, before = {id(p) for p in within.parameters()}, host.generator.get_state()
     try:
-        trained = [(one.name, one.parameter) for one in host.trained() if id(one.parameter) in mine]
-        writes = [Write(p, Whole(), fresh(name, p, known, host.generator)) for name, p in trained]
+        writes, fixed = [], fixed_rows(host.model)
+        for name, parameter, *_ in host.trained():
+            if id(parameter) in mine:
+                value = fresh(name, parameter, known, host.generator)
+                writes.append(Write(parameter, Whole(), with_rows_of(parameter, fixed.get(id(parameter), ()), value)))
         writes += fresh_statistics(within)
         if everything:
             begin_anew(host, writes)
@@ -106,7 +110,7 @@ def fresh_statistics(within: nn.Module) -> list[Write]:
     for module in filter(is_norm, within.modules()):
         own = list(module.parameters(recurse=False))
         if not own or any(p.requires_grad for p in own):
-            for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("num_batches_tracked", 0.0)):
+            for name, value in STATISTICS.items():
                 buffer = module._buffers.get(name)
                 if isinstance(buffer, Tensor):
                     writes.append(Write(buffer, Whole(), value))

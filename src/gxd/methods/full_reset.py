@@ -33,10 +33,10 @@ def full_reset(every: int | None = 0) -> FullReset:
     """Every trained parameter is drawn anew from the distribution that it began with, the running statistics of norms
     are those of a new network, and all that the optimizer remembers begins anew.
 
-    What is frozen, and the statistics of a norm that is, stay as they are. Other attached methods are told that all
-    units are new, so that ages, references and utilities begin anew. Distributions are fitted when the method is
-    attached, so attach it before training; a resume has them from the checkpoint. Correlations between weights (an
-    orthogonal initialisation) are lost.
+    What is frozen, the statistics of a norm that is, and the rows of padding tokens (``padding_idx``) stay as they are.
+    Other attached methods are told that all units are new, so that ages, references and utilities begin anew.
+    Distributions are fitted when the method is attached, so attach it before training; a resume has them from the
+    checkpoint. Correlations between weights (an orthogonal initialisation) are lost.
 
     Args:
         every: 0: when a task ends; else every so many steps instead; None: never.

@@ -39,6 +39,11 @@ class NaP(Method):
         self.strength = arguments.number("strength", strength, 0.0)
         self.exclude = patterns(exclude)
 
+    @property
+    def _decays(self) -> bool:
+        """Whether gains and shifts are held back at the pace of the learning rate."""
+        return bool(self.every and self.strength) and self.affine == "decay"
+
     def init(self, host: Host) -> Lengths:
         if not any(map(is_norm, host.model.modules())):
             raise PlanError(
@@ -47,6 +52,9 @@ class NaP(Method):
                 "a LayerNorm before every nonlinearity, or use weight_clipping or l2_init"
             )
         known, named = treated(host.model, self.exclude, (WEIGHT, GAIN, SHIFT)), dict(host.model.named_parameters())
+        if self._decays:
+            norms = [name for name, kind in known.items() if kind != WEIGHT]
+            host.need_rates(self.name, norms, "use affine='project' or affine='keep'")
         lengths = {name: _length(named[name]) if kind == WEIGHT else kind for name, kind in known.items()}
         return Lengths(0, lengths)
 
@@ -54,12 +62,13 @@ class NaP(Method):
         step = state.step + 1
         if self.every and step % self.every == 0:
             affine: dict[str, list[tuple[str, Tensor]]] = {}  # by norm
-            for name, parameter, lr, _ in host.trained():
+            for one in host.trained():
+                name, parameter = one.name, one.parameter
                 known = state.of.get(name)
                 if isinstance(known, Tensor):
                     _scale([parameter], known)
-                elif known is not None and self.affine == "decay":
-                    rate = min(1.0, lr * self.strength)
+                elif known is not None and self._decays:
+                    rate = min(1.0, one.rate * self.strength)
                     parameter.lerp_(torch.full_like(parameter, float(known == GAIN)), rate)
                 elif known is not None:
                     affine.setdefault(name.rpartition(".")[0], []).append((known, parameter))

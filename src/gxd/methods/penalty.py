@@ -11,6 +11,7 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.methods.scope import BUT_NORMS, Exclude, patterns, treated
+from gxd.reset.fresh import fixed_rows, holding
 
 
 class Penalty(Method):
@@ -23,16 +24,21 @@ class Penalty(Method):
         strength: of the penalty; 0: nothing is done.
         exclude: what is left out, see :func:`gxd.methods.scope.patterns`.
         kinds: which kinds of parameters it is on, see :func:`gxd.methods.scope.kinds`.
+        decoupled: False: it is a part of the gradient, and needs no learning rate.
     """
 
     kinds: tuple[str, ...] = BUT_NORMS
+    decoupled: bool = True
 
     def __init__(self, strength: float, exclude: Exclude = ()) -> None:
         self.strength = arguments.number("strength", strength, 0.0)
         self.exclude = patterns(exclude)
 
     def init(self, host: Host) -> dict[str, Any]:
-        return treated(host.model, self.exclude, self.kinds)
+        names = treated(host.model, self.exclude, self.kinds)
+        if self.strength and self.decoupled:
+            host.need_rates(self.name, names, "use decoupled=False")
+        return names
 
     def prepared(self, host: Host, state: dict[str, Any]) -> dict[str, Any]:
         """What has to be known of all parameters before the gradient."""
@@ -49,10 +55,11 @@ class Penalty(Method):
     def after_step(self, host: Host, state: dict[str, Any]) -> dict[str, Any]:
         if not self.strength:
             return state
-        state = self.prepared(host, state)
-        for name, parameter, lr, _ in host.trained():
-            if name in state:
-                self.descend(host, state, name, parameter, lr * self.strength)
+        state, fixed = self.prepared(host, state), fixed_rows(host.model)
+        for one in host.trained():
+            if one.name in state:
+                with holding(one.parameter, fixed.get(id(one.parameter), ())):
+                    self.descend(host, state, one.name, one.parameter, one.rate * self.strength)
         return state
 
 
@@ -61,6 +68,7 @@ class InGradient(Method):
 
     def __init__(self, penalty: Penalty) -> None:
         self.penalty, self.sharded = penalty, penalty.sharded
+        penalty.decoupled = False
 
     def init(self, host: Host) -> dict[str, Any]:
         return self.penalty.init(host)
@@ -75,12 +83,13 @@ class InGradient(Method):
                     f"the gradient of {name!r} is sparse, and {self.name} adds to all of it: make it dense "
                     f"(sparse=False of the embedding), or use decoupled=True, or exclude={name!r}"
                 )
-        state = penalty.prepared(host, state)
+        state, fixed = penalty.prepared(host, state), fixed_rows(host.model)
         for name, parameter, _, maximize in host.trained():
             if name in state and parameter.grad is not None:
                 strength = -penalty.strength if maximize else penalty.strength
                 gradient = penalty.gradient(host, state, name, parameter)
-                parameter.grad.add_(gradient, alpha=strength * host.grad_scale)
+                with holding(parameter.grad, fixed.get(id(parameter), ())):
+                    parameter.grad.add_(gradient, alpha=strength * host.grad_scale)
         return state
 
 

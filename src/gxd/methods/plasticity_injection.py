@@ -17,7 +17,7 @@ from gxd.methods.event import Event, EventState
 from gxd.methods.layers import shared
 from gxd.methods.registry import register_method
 from gxd.plan.layouts import unwrap
-from gxd.reset.fresh import distributions, fresh
+from gxd.reset.fresh import distributions, fixed_rows, fresh, holding
 from gxd.reset.optimizers import trained_by
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,10 +29,11 @@ class Injectable(nn.Module):
     def __init__(self, head: nn.Module, generator: torch.Generator) -> None:
         super().__init__()
         self.h, self.new = head, copy.deepcopy(head)
-        known = distributions(head)
+        known, fixed = distributions(head), fixed_rows(self.new)
         with torch.no_grad():
             for name, parameter in self.new.named_parameters():
-                parameter.copy_(fresh(name, parameter, known, generator))
+                with holding(parameter, fixed.get(id(parameter), ())):
+                    parameter.copy_(fresh(name, parameter, known, generator))
         self.copy = copy.deepcopy(self.new)
         for part in (self.new, self.copy):
             part.requires_grad_(False)

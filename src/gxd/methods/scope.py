@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gxd.arguments import near
-from gxd.reset.fresh import is_norm
+from gxd.reset.fresh import TABLES, is_norm
 
 WEIGHT, BIAS, GAIN, SHIFT, OTHER = "weight", "bias", "gain", "shift", "other"
 BUT_NORMS = (WEIGHT, BIAS, OTHER)
@@ -64,8 +64,8 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether it is a table of vectors, by the name of its class."""
-    return "Embedding" in type(module).__name__
+    """Whether it is a table of vectors: one of torch's, or by the name of its class."""
+    return isinstance(module, TABLES) or "Embedding" in type(module).__name__
 
 
 def _kind(module: nn.Module, key: str, parameter: Tensor) -> str:

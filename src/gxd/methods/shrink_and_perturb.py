@@ -13,7 +13,7 @@ from gxd.methods.base import Host
 from gxd.methods.event import Event, fresh_statistics
 from gxd.methods.registry import register_method
 from gxd.methods.scope import KINDS, Exclude, patterns, treated, wide
-from gxd.reset.fresh import distributions, fresh
+from gxd.reset.fresh import distributions, fixed_rows, fresh, with_rows_of
 from gxd.reset.operator import STEP_POLICIES
 from gxd.reset.writes import Whole, Write
 
@@ -52,6 +52,8 @@ class ShrinkAndPerturb(Event):
 
     def begin(self, host: Host) -> dict[str, Any]:
         known: dict[str, Any] = treated(host.model, self.exclude, KINDS)
+        if self.form.decay:
+            host.need_rates(self.name, known, "use decay=0.0, with a smaller retain")
         if self.form.noise == "fresh":
             return {name: kind for name, kind in distributions(host.model).items() if name in known}
         if self.form.noise == "initial":
@@ -59,13 +61,15 @@ class ShrinkAndPerturb(Event):
         return known
 
     def act(self, host: Host, own: dict[str, Any]) -> dict[str, Any]:
-        form, writes = self.form, []
-        for name, parameter, lr, _ in host.trained():
+        form, writes, fixed = self.form, [], fixed_rows(host.model)
+        for one in host.trained():
+            name, parameter = one.name, one.parameter
             if name in own:
-                value = wide(parameter.detach()) * (form.retain - min(form.retain, lr * form.decay))
+                decay = one.rate * form.decay if form.decay else 0.0
+                value = wide(parameter.detach()) * (form.retain - min(form.retain, decay))
                 if form.scale:
                     value.add_(self._noise(host, own, name, parameter), alpha=form.scale)
-                writes.append(Write(parameter, Whole(), value))
+                writes.append(Write(parameter, Whole(), with_rows_of(parameter, fixed.get(id(parameter), ()), value)))
         if form.buffers == "reset":
             writes += fresh_statistics(host.model)
         host.write(writes, memories=form.optimizer, step_policy=form.optimizer)
@@ -119,7 +123,7 @@ def shrink_and_perturb(
     1e-5, 1e-6}. ``kumar``: Kumar et al. (L2-Init's paper), whose best shrinkage is 1e-3 or 1e-4; code read.
     ``swr``: in the paper on selective weight reinitialisation; noise of variance 1e-7. ``initial``: as a baseline of
     FIRE, and of Hare & Tortoise, towards the saved initial values. ``soft``: Juliani & Ash, at every minibatch. Only
-    what optimizers train is changed.
+    what optimizers train is changed, and the rows of padding tokens (``padding_idx``), which nothing trains, are not.
 
     Args:
         variant: the row of the table.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from gxd.methods.base import Host, Method
 from gxd.methods.registry import register_method
 from gxd.methods.scope import KINDS, Exclude, patterns, treated
 from gxd.plan.init import Init
-from gxd.reset.fresh import Distributions, distributions
+from gxd.reset.fresh import TABLES, Distributions, distributions, fixed_rows, without_rows
 from gxd.reset.operator import MEMORIES
 from gxd.reset.writes import Entries, Write
 
@@ -58,9 +59,10 @@ class SWR(Method):
         after = state._replace(step=state.step + 1, gradients=Some())
         if self.every:
             host.check_new_state()
-        writes, total = [], state.total
+        writes, total, fixed = [], state.total, fixed_rows(host.model) if self.due(state) else {}
         for name, parameter in self.judged(host).items() if self.due(state) else ():
-            where = self.chosen(self.scores(host, state, name, parameter), parameter, host)
+            rows = fixed.get(id(parameter), ())
+            where = self.chosen(self.scores(host, state, name, parameter), parameter, host, rows)
             if len(where):
                 values = self.written(state, name).draw(where.shape, host.generator).to(parameter)
                 writes.append(Write(parameter, Entries(where), host.processes.agree(values)))
@@ -75,7 +77,7 @@ class SWR(Method):
 
     def judged(self, host: Host) -> dict[str, nn.Parameter]:
         """The parameters whose weights are judged, by name."""
-        embeddings = [m for m in host.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        embeddings = [m for m in host.model.modules() if isinstance(m, TABLES)]
         left = set() if self.tables else {id(module.weight) for module in embeddings}
         wanted = treated(host.model, self.exclude, KINDS)
         return {name: p for name, p in host.parameters().items() if name in wanted and id(p) not in left}
@@ -84,18 +86,25 @@ class SWR(Method):
         """Of all weights of a parameter, in its shape; None if this step does not show it."""
         return parameter.abs()
 
-    def chosen(self, scores: Tensor | None, parameter: Tensor, host: Host) -> Tensor:
-        """The numbers of the weights of a parameter that are redrawn; equal on all processes."""
-        share = parameter.numel() * self.factor
+    def chosen(self, scores: Tensor | None, parameter: Tensor, host: Host, rows: Sequence[int]) -> Tensor:
+        """The numbers of the weights of a parameter that are redrawn; equal on all processes. These rows are fixed, and
+        not among those that are compared.
+        """
+        size = without_rows(parameter, rows).numel()
+        share = size * self.factor
         more = bool(torch.rand((), generator=host.generator) < share % 1)  # drawn in any case, on all processes alike
-        mask = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        mask = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
         if scores is not None:
-            flat = scores.flatten().to(torch.promote_types(scores.dtype, torch.float32))
+            flat = without_rows(scores, rows).flatten().to(torch.promote_types(scores.dtype, torch.float32))
             if self.selection == "threshold":
                 mask.copy_(flat <= self.factor * flat.mean())
             else:
                 mask[flat.topk(int(share) + more, largest=False).indices] = 1
-        return host.processes.agree(mask).nonzero().flatten()
+        where = host.processes.agree(mask).nonzero().flatten()
+        if not rows:
+            return where
+        numbers = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+        return without_rows(numbers, rows).flatten()[where]
 
     def written(self, state: Weights, name: str) -> Init:
         """The distribution of what a reset writes to a weight. A bias is not drawn, as in the authors' code."""
@@ -115,7 +124,7 @@ class ByGradient(SWR):
         return state._replace(gradients=Some({**state.gradients, **new}))
 
     def scores(self, host: Host, state: Weights, name: str, parameter: Tensor) -> Tensor | None:
-        gradient = state.gradients.get(name)
+        gradient = shown(state.gradients, name)
         return None if gradient is None else (parameter * gradient).abs()
 
 
@@ -128,10 +137,19 @@ class ByAttribution(SWR):
         return self.due(state)
 
     def scores(self, host: Host, state: Weights, name: str, parameter: Tensor) -> Tensor | None:
-        if host.output_gradients is None or name not in host.output_gradients:
+        gradient = shown(host.output_gradients or {}, name)
+        if gradient is None:
             return None
         reset = self.written(state, name)
-        return ((parameter - reset.mean).square() + reset.deviation**2).sqrt() * host.output_gradients[name].abs()
+        return ((parameter - reset.mean).square() + reset.deviation**2).sqrt() * gradient.abs()
+
+
+def shown(gradients: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The gradient of a parameter; None if this step does not show it. Zeros throughout say no more than none at all:
+    ``zero_grad(set_to_none=False)`` leaves them at the head of another task.
+    """
+    gradient = gradients.get(name)
+    return gradient if gradient is not None and gradient.any() else None
 
 
 SCORES: dict[str, tuple[type[SWR], str | None]] = {
@@ -167,7 +185,8 @@ def swr(
     - Each tensor's distribution is found from its initial values, not given: that of its layer, a uniform or a normal.
       Biases are set to its mean, so to 0, or to the constant they began with; gains of norms to 1.
     - Embeddings are left alone unless ``score`` is ``magnitude``: the gradient of a word that is not in the batch is
-      zero, which says nothing of its use. So is a parameter that had no gradient in this step.
+      zero, which says nothing of its use. So is a parameter that had no gradient in this step, or one of zeros alone.
+      So is the row of a padding token (``padding_idx``), which nothing trains.
     - The authors' running average of the utility, which is off in their experiments, is left out, and so is their
       random utility.
     - A fraction of a weight is drawn from this method's generator, not from NumPy's global one.

@@ -11,6 +11,7 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.methods.base import Host, Method
 from gxd.methods.registry import register_method
+from gxd.reset.fresh import fixed_rows, holding
 
 
 class Averages(NamedTuple):
@@ -39,6 +40,8 @@ class UPGD(Method):
 
     def init(self, host: Host) -> Averages:
         named = dict(host.model.named_parameters())  # also what is frozen now: it may be trained later
+        if self.weight_decay:
+            host.need_rates(self.name, named, "use weight_decay=0.0")
         kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in named.items()}
         sums = {name: torch.zeros_like(p, dtype=kinds[name], requires_grad=False) for name, p in named.items()}
         return Averages(sums, dict.fromkeys(named, 0))
@@ -57,7 +60,9 @@ class UPGD(Method):
         sums, counts = dict(state.sums), dict(state.counts)
         for one, gradient in graded:
             gain = (1.0 - self.decay) / host.grad_scale * (1.0 if one.maximize else -1.0)
-            sums[one.name] = (self.decay * sums[one.name]).addcmul_(gradient, one.parameter, value=gain)
+            new = (self.decay * sums[one.name]).addcmul_(gradient, one.parameter, value=gain)
+            # What is not finite would stay for ever, and in the maximum it would open or shut all gates.
+            sums[one.name] = torch.where(new.isfinite(), new, sums[one.name])
             counts[one.name] += 1
         weights = {name: 1.0 - self.decay**count for name, count in counts.items() if count}
         largest = [(sums[name].max() / weight).to(host.device) for name, weight in weights.items()]
@@ -67,17 +72,20 @@ class UPGD(Method):
         # On the device, from a seed of this step's: to draw on the host would take longer than all the rest.
         seed = int(torch.randint(2**62, (), generator=host.generator))
         generators = {g.device: torch.Generator(g.device).manual_seed(seed) for _, g in graded}
+        fixed = fixed_rows(host.model)
         for one, gradient in graded:
+            rows = fixed.get(id(one.parameter), ())
             scale = -weights[one.name] * most.to(gradient.device)
             gate = (sums[one.name] / scale).sigmoid_()  # 1 - sigmoid(u / max u)
-            if self.noise:
-                noise = torch.empty_like(gradient)
-                noise.normal_(0.0, self.noise * host.grad_scale, generator=generators[gradient.device])
-                gradient.add_(noise if self.protect else noise.mul_(gate))
-            if self.protect:
-                gradient.mul_(gate)
-            if self.weight_decay:
-                one.parameter.mul_(1.0 - one.lr * self.weight_decay)
+            with holding(gradient, rows), holding(one.parameter, rows):
+                if self.noise:
+                    noise = torch.empty_like(gradient)
+                    noise.normal_(0.0, self.noise * host.grad_scale, generator=generators[gradient.device])
+                    gradient.add_(noise if self.protect else noise.mul_(gate))
+                if self.protect:
+                    gradient.mul_(gate)
+                if self.weight_decay:
+                    one.parameter.mul_(1.0 - one.rate * self.weight_decay)
         return Averages(sums, counts)
 
 
@@ -105,6 +113,8 @@ def upgd(decay: float = 0.999, noise: float = 1e-3, weight_decay: float = 1e-3, 
     - With momentum the noise and the gates of past steps go on acting. Adam divides a gate out again where it is
       steady, so that little of the protection is left; what remains is the noise and the differences between steps.
     - With several optimizers the maximum is over what is known of all of them when one steps.
+    - A step whose ``g w`` is not finite leaves the average of that weight as it is.
+    - The row of a padding token (``padding_idx``), which nothing trains, is neither perturbed nor decayed.
     - Nothing is learnt of weights that another method has reset: their averages catch up at the pace of the decay.
 
     Args:
