@@ -265,6 +265,25 @@ def test_ranks_on_a_stream_that_is_under_way_do_not_count_for_those_over_all_str
     assert {row["method"]: row["streams"] for row in standings} == dict.fromkeys(ENTRIES, "1")
 
 
+def test_a_gain_on_a_stream_that_does_not_count_is_not_counted(board):
+    digest = lines(board)
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]
+    for record in few:
+        if (record["stream"], record["stage"]) == ("regression", "report"):
+            loss = (1 if record["method"] == "gxd" else 2) + record["seed"] / 1000  # gxd is the better, on every seed
+            record |= {"status": "done", "mean": loss, "last": loss}
+    (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
+    assert command(["show", str(board)], SMALL) == 0
+    found = rows(board)
+    assert float(found["regression", "gxd"]["gain_low"]) > 0
+    for row in csv.DictReader((board / "ranks.csv").read_text().splitlines()):
+        digits = found["digits", row["method"]]
+        assert int(row["better"]) == (float(digits["gain_low"]) > 0), row["method"]
+        assert int(row["worse"]) == (float(digits["gain_high"]) < 0), row["method"]
+
+
 def test_a_copy_without_the_runs_goes_on_where_they_stopped(board, capsys):
     whole = (board / "board.csv").read_text()
     shutil.rmtree(board / "tuning")
