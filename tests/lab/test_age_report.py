@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from scipy import stats
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
 from gxd.lab.grid import SWEEPS, load
-from gxd.lab.report import age, age_tables, digest
+from gxd.lab.report import age, age_figure, age_tables, digest
 from gxd.lab.report.age_results import CHOOSING, Result, Setting
 from gxd.lab.report.age_results import results as by_setting
 
@@ -206,6 +207,29 @@ def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(
         longer = [key for key in ranked if key[-2:] == (round(1 / rate), rate)]
         assert len(longer) == (many + 1) * networks  # and random
     assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}
+
+def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
+    resets, churn, ages = [5.0] * 14 + [30.0, 0.0], [0.5] * 14 + [0.8, math.nan], [10.0] * 14 + [150.0, math.nan]
+    config = {"activation": "relu", "method": "gxd", "maturity": 100, "rate": 1e-4, "tasks": 32, "seed": 0}
+    series = {"test_accuracy": (0.9,) * 32, "resets": (1.0,) * 16 + tuple(resets)}
+    series |= {"churn": (0.1,) * 16 + tuple(churn), "median_age_at_reset": (1.0,) * 16 + tuple(ages)}
+    run = digest.Run("permuted-digits", "key", config, {}, "done", None, 32, 1, series)
+    (by_seed,) = by_setting([run]).values()
+    last = list(zip(churn, ages, resets, strict=True))[-4:]  # an eighth
+    total = sum(count for *_, count in last)
+    assert by_seed[0].churn == pytest.approx(sum(c * count for c, _, count in last if count) / total)
+    assert by_seed[0].age == pytest.approx(sum(a * count for _, a, count in last if count) / total)
+    assert by_seed[0].accuracy == pytest.approx(0.9)
+
+
+def test_the_figure_has_a_mark_for_every_exponent() -> None:
+    here = {s: Result(0.8 + s / 100, 0.5, 100.0, False) for s in (0, 1)}
+    found = {Setting("permuted-digits", ("relu", False), "gxd", e, 100, 1e-3): here for e in (0.0, 0.25, 0.5, 1.0)}
+    figure = age_figure.picture(found, "permuted-digits").drawn
+    assert "age, other exponent" in [text.get_text() for text in figure.legends[0].get_texts()]
+    marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
+    assert len(set(marks)) == len(marks) == 4
+
 
 
 def test_the_digest_alone_makes_the_same_page_and_goes_together_with_new_runs(tmp_path: Path) -> None:

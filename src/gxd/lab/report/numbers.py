@@ -41,6 +41,13 @@ def mean(values: Iterable[float | None]) -> Mean:
     return Mean(centre, spread / math.sqrt(n), n)
 
 
+def weighted(values: Iterable[float | None], weights: Iterable[float | None]) -> float:
+    """The mean of what is there and finite, by weight; NaN of nothing, or without any weight."""
+    pairs = [(a, w) for a, w in zip(values, weights, strict=True) if w and a is not None and math.isfinite(a)]
+    total = math.fsum(weight for _, weight in pairs)
+    return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
+
+
 def wilson(count: int, n: int) -> Interval:
     """Wilson's 95 % interval of a rate. It stays inside [0, 1] and is honest at 0 of n."""
     if n == 0:
