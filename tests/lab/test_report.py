@@ -601,15 +601,38 @@ def test_settings_of_the_same_rates_are_answered_together_and_a_seed_counts_once
     asked = questions.compensation(digest.collect([tmp_path]).runs)
     (whole,) = asked.together.records
     assert (whole["settings"], whole["diverged"], whole["n"], whole["other_n"]) == (2, 6, 20, 20)
-    assert [float(whole[f"rate_difference{end}"]) for end in ("_low", "_high")] == pytest.approx(
-        numbers.rate_difference(6, 20, 0, 20)[1:], rel=1e-3
-    )
+    rates = [0.5 if seed < 6 else 0.0 for seed in range(10)]  # of the two settings, by seed
+    low, high = stats.ttest_1samp(rates, 0).confidence_interval(0.95)
+    found = [float(whole[f"rate_difference{end}"]) for end in ("", "_low", "_high")]
+    assert found == pytest.approx((0.3, low, high), rel=1e-3)
     assert whole["pairs"] == 14
     centre, spread = statistics.mean(means), statistics.stdev(means) / math.sqrt(10)
     expected = (centre, centre - 2.2622 * spread, centre + 2.2622 * spread)
     found = [float(whole[f"paired_difference{end}"]) for end in ("", "_low", "_high")]
     assert found == pytest.approx(expected, rel=1e-2)
     assert asked.together.rows[0][-1].text == "diverges more often, ends higher"
+
+
+def test_settings_that_diverge_together_are_no_more_evidence_than_one():
+    rng = random.Random(0)
+    said = []
+    for _ in range(300):  # no difference: on either side a seed diverges with the same chance, in all settings
+        dead = [[rng.random() < 0.3 for _ in range(10)] for _ in range(2)]
+        pair = tuple(evidence.Group(tuple(_ended(seed, dies) for seed, dies in enumerate(side))) for side in dead)
+        gap = questions.Comparison([pair] * 8).gap
+        said.append(gap.low > 0 or gap.high < 0)
+    assert stats.binomtest(sum(said), len(said), 0.05, alternative="greater").pvalue > 0.001
+
+
+def test_without_any_divergence_many_settings_know_no_more_than_their_seeds():
+    pair = tuple(evidence.Group(tuple(_ended(seed, False) for seed in range(10))) for _ in range(2))
+    _, high = stats.binomtest(0, 10).proportion_ci(method="wilson")
+    assert questions.Comparison([pair] * 8).gap == pytest.approx((0.0, -high, high))
+
+
+def _ended(seed: int, dies: bool) -> digest.Run:
+    status = "diverged" if dies else "done"
+    return digest.Run("permuted-digits", "", {"seed": seed, "tasks": 1}, {}, status, 0 if dies else None, 1, 1, {})
 
 
 def test_a_report_refuses_to_overwrite_a_digest_that_it_was_not_given(tmp_path, capsys):

@@ -48,7 +48,7 @@ def weighted(values: Iterable[float | None], weights: Iterable[float | None]) ->
     return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
 
 
-def wilson(count: int, n: int) -> Interval:
+def wilson(count: float, n: int) -> Interval:
     """Wilson's 95 % interval of a rate. It stays inside [0, 1] and is honest at 0 of n."""
     if n == 0:
         return Interval(math.nan, 0.0, 1.0)
@@ -58,7 +58,7 @@ def wilson(count: int, n: int) -> Interval:
     return Interval(rate, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def rate_difference(count: int, n: int, count0: int, n0: int) -> Interval:
+def rate_difference(count: float, n: int, count0: float, n0: int) -> Interval:
     """Newcombe's 95 % interval of the difference of two rates, built from the two Wilson intervals."""
     a, b = wilson(count, n), wilson(count0, n0)
     difference = a.value - b.value
