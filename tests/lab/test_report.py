@@ -105,7 +105,7 @@ RHO |= {"loss_gradient": 0.4, "gxi": 0.8, "gxd": 0.97, "gxd_all_logit": 0.98, "g
 
 def write_everything(root: Path, tasks: int = 60, seeds: int = 2) -> None:
     """A small world with every table and figure in it."""
-    losing = {"backprop": 0.5, "activation": 0.6, "contribution": 0.8, "mc_adaptable_contribution": 0.85}
+    losing = {"backprop": 0.5, "activation": 0.6, "contribution": 0.6, "mc_adaptable_contribution": 0.85}
     losing |= {"loss_gradient": 0.55, "gxi": 0.75, "gxd": 0.9, "gxd_sketch": 0.905}
     for method, last in losing.items():
         for seed in range(seeds):
@@ -777,6 +777,32 @@ def test_noise_does_not_confirm_that_plasticity_was_kept_or_lost(tmp_path):
     judged = judge(tmp_path)
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.OPEN
     assert verdict(judged, "Contribution loses", "SiLU") == verdicts.OPEN
+
+
+@pytest.mark.parametrize("lasts", [[0.83, 0.87], [0.80, 0.81, 0.86], [0.80, 0.85, 0.86, 0.82, 0.81]])
+def test_a_difference_is_as_clear_as_so_few_seeds_can_make_it(tmp_path, lasts):
+    write_lasts(tmp_path, "backprop", [0.3] * len(lasts))
+    write_lasts(tmp_path, "gxd", lasts)
+    write_lasts(tmp_path, "contribution", [0.79] * len(lasts))
+    panel = panels_of(tmp_path)["silu", False]
+    p = stats.ttest_rel(*(list(panel[name].finals().values()) for name in ("gxd", "contribution"))).pvalue
+    wanted = verdicts.CONFIRMED if p < 0.05 else verdicts.REFUTED
+    assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == wanted
+    lost = stats.ttest_1samp([0.9 - last for last in lasts], 0.01, alternative="greater").pvalue  # 2.5 % on a side
+    wanted = verdicts.CONFIRMED if lost < 0.025 else verdicts.OPEN
+    write_lasts(tmp_path / "more", "contribution", lasts, activation="leaky_relu")
+    assert verdict(judge(tmp_path / "more"), "Contribution loses", "LeakyReLU") == wanted
+
+
+def test_many_checkpoints_of_two_seeds_are_two_samples(tmp_path):
+    for seed, rho in enumerate((0.81, 0.95)):  # far above the next, .80, by chance or not
+        write_assay(tmp_path, "mlp", "relu", seed, {**RHO, "gxd": rho}, [0, 5, 10, 15, 20, 25, 30])
+    columns = evidence.assay_columns(digest.collect([tmp_path]).assays)
+    samples = [columns["mlp", "relu"].spearman(name, "l1") for name in ("gxd", "gxi")]
+    by_seed = [[statistics.mean(v for (s, _), v in one.items() if s == seed) for seed in (0, 1)] for one in samples]
+    assert stats.ttest_rel(*by_seed).pvalue > 0.05
+    assert verdict(verdicts.verdicts(columns, {}), "GXD predicts", "MLP ReLU", "assay") == verdicts.REFUTED
+    assert verdicts._paired(*samples).n == 2
 
 
 def test_a_method_at_chance_has_kept_nothing(tmp_path):

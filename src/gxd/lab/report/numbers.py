@@ -41,6 +41,11 @@ def mean(values: Iterable[float | None]) -> Mean:
     return Mean(centre, spread / math.sqrt(n), n)
 
 
+def reach(value: Mean) -> float:
+    """Half of the 95 % t interval of a mean (NaN for a single value, which compares with nothing)."""
+    return quantile(0.95, value.n - 1) * value.se if value.n > 1 else math.nan
+
+
 def weighted(values: Iterable[float | None], weights: Iterable[float | None]) -> float:
     """The mean of what is there and finite, by weight; NaN of nothing, or without any weight."""
     pairs = [(a, w) for a, w in zip(values, weights, strict=True) if w and a is not None and math.isfinite(a)]
@@ -74,5 +79,5 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     result = mean(a - b for a, b in zip(ours, theirs, strict=True))
     if result.n < 2:
         return Interval(result.value, -math.inf, math.inf)
-    half = quantile(0.95, result.n - 1) * result.se
+    half = reach(result)
     return Interval(result.value, result.value - half, result.value + half)
