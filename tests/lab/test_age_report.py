@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from scipy import stats
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
 from gxd.lab.grid import SWEEPS, load
-from gxd.lab.report import age, age_tables, digest
+from gxd.lab.report import age, age_figure, age_tables, digest
 from gxd.lab.report.age_results import CHOOSING, Result, Setting
 from gxd.lab.report.age_results import results as by_setting
 
@@ -134,6 +135,41 @@ def test_a_rule_gains_the_mean_over_utilities_and_networks_seed_by_seed_and_rand
         assert (records[name]["maturity"], records[name]["seeds"]) == (1000, 3)
 
 
+def tiny(panel: str, method: str, exponent: float, by_seed: dict[int, float]) -> dict[Setting, dict[int, Result]]:
+    setting = Setting("permuted-digits", (panel, False), method, exponent, 100, 1e-3)
+    return {setting: {seed: Result(accuracy, 0.5, 100.0, False) for seed, accuracy in by_seed.items()}}
+
+
+def test_while_a_sweep_is_under_way_a_rule_is_judged_on_the_seeds_that_all_utilities_have() -> None:
+    gain = {"contribution": 0.1, "gxd": -0.1}  # none on average, on every seed
+    over = {("relu", "contribution"): 4, ("relu", "gxd"): 3, ("tanh", "contribution"): 2, ("tanh", "gxd"): 2}
+    over |= {("silu", "contribution"): 2, ("silu", "gxd"): 1}  # has only begun
+    found: dict[Setting, dict[int, Result]] = {}
+    for (panel, method), seeds in over.items():
+        levels = {seed: 0.5 + seed**2 / 1000 for seed in range(4)}
+        found |= tiny(panel, method, 0.0, levels)
+        found |= tiny(panel, method, 1.0, {seed: levels[seed] + gain[method] for seed in range(seeds)})
+    table = age_tables.by_rule(found)
+    seen = {record["activation"]: (float(record["gain"]), record["seeds"]) for record in table.records}
+    expected = {"relu": (0, 3), "silu": (0, 1), "tanh": (0, 2), "all": (0, 2)}
+    assert seen.keys() == expected.keys()
+    assert all(seen[name] == pytest.approx(expected[name], abs=1e-9) for name in expected)
+    (row,) = table.rows
+    notes = dict(zip(table.columns, (cell.note for cell in row), strict=True))
+    assert (notes["ReLU"], notes["SiLU"], notes["All"]) == ("n = 3", "n = 1", "ReLU, tanh; n = 2")
+
+
+def test_settings_are_chosen_on_seeds_that_all_of_them_have() -> None:
+    easy, hard = CHOOSING + 1, CHOOSING
+    found = tiny("relu", "gxd", 1.0, {hard: 0.80, easy: 0.90, 0: 0.85})  # the better one where both are
+    other = tiny("relu", "gxd", 1.0, {easy: 0.88, 0: 0.70})
+    found |= {setting._replace(rate=1e-4): by_seed for setting, by_seed in other.items()}
+    assert [record["rate"] for record in age_tables.chosen_table(found).records] == [1e-3]
+    for by_seed in found.values():
+        by_seed.pop(easy)
+    assert not age_tables.chosen_table(found).rows
+
+
 def test_the_overview_has_a_row_for_every_utility_and_rule_and_a_column_for_every_network(tmp_path: Path) -> None:
     for seed, value in enumerate((0.8, 0.9)):
         write(tmp_path, value, method="gxd", seed=seed)
@@ -170,6 +206,29 @@ def test_the_page_has_the_figure_of_each_stream_and_the_tables_and_needs_no_netw
     assert pictures == {"age-permuted-digits.png", "age-permuted-mnist-small.png"}
     assert (tmp_path / "out" / "age-settings.csv").read_text().count("\n") == 8
     assert "13 runs, 0.1 hours" in text and not re.search(r'(src|href)="(https?:)?//', text)
+
+
+def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
+    resets, churn, ages = [5.0] * 14 + [30.0, 0.0], [0.5] * 14 + [0.8, math.nan], [10.0] * 14 + [150.0, math.nan]
+    config = {"activation": "relu", "method": "gxd", "maturity": 100, "rate": 1e-4, "tasks": 32, "seed": 0}
+    series = {"test_accuracy": (0.9,) * 32, "resets": (1.0,) * 16 + tuple(resets)}
+    series |= {"churn": (0.1,) * 16 + tuple(churn), "median_age_at_reset": (1.0,) * 16 + tuple(ages)}
+    run = digest.Run("permuted-digits", "key", config, {}, "done", None, 32, 1, series)
+    (by_seed,) = by_setting([run]).values()
+    last = list(zip(churn, ages, resets, strict=True))[-4:]  # an eighth
+    total = sum(count for *_, count in last)
+    assert by_seed[0].churn == pytest.approx(sum(c * count for c, _, count in last if count) / total)
+    assert by_seed[0].age == pytest.approx(sum(a * count for _, a, count in last if count) / total)
+    assert by_seed[0].accuracy == pytest.approx(0.9)
+
+
+def test_the_figure_has_a_mark_for_every_exponent() -> None:
+    here = {s: Result(0.8 + s / 100, 0.5, 100.0, False) for s in (0, 1)}
+    found = {Setting("permuted-digits", ("relu", False), "gxd", e, 100, 1e-3): here for e in (0.0, 0.25, 0.5, 1.0)}
+    figure = age_figure.picture(found, "permuted-digits").drawn
+    assert "age, other exponent" in [text.get_text() for text in figure.legends[0].get_texts()]
+    marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
+    assert len(set(marks)) == len(marks) == 4
 
 
 def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> None:

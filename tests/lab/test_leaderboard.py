@@ -265,6 +265,25 @@ def test_ranks_on_a_stream_that_is_under_way_do_not_count_for_those_over_all_str
     assert {row["method"]: row["streams"] for row in standings} == dict.fromkeys(ENTRIES, "1")
 
 
+def test_a_gain_on_a_stream_that_does_not_count_is_not_counted(board):
+    digest = lines(board)
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]
+    for record in few:
+        if (record["stream"], record["stage"]) == ("regression", "report"):
+            loss = (1 if record["method"] == "gxd" else 2) + record["seed"] / 1000  # gxd is the better, on every seed
+            record |= {"status": "done", "mean": loss, "last": loss}
+    (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
+    assert command(["show", str(board)], SMALL) == 0
+    found = rows(board)
+    assert float(found["regression", "gxd"]["gain_low"]) > 0
+    for row in csv.DictReader((board / "ranks.csv").read_text().splitlines()):
+        digits = found["digits", row["method"]]
+        assert int(row["better"]) == (float(digits["gain_low"]) > 0), row["method"]
+        assert int(row["worse"]) == (float(digits["gain_high"]) < 0), row["method"]
+
+
 def test_a_copy_without_the_runs_goes_on_where_they_stopped(board, capsys):
     whole = (board / "board.csv").read_text()
     shutil.rmtree(board / "tuning")
@@ -385,6 +404,11 @@ def add(file, board, tmp_path, *args):
     return command(["add", str(file), "--board", str(board), "--out", str(tmp_path / "mine"), *args], SMALL)
 
 
+def _as_before_files_were_named(_, out):
+    own = json.loads((out / "own.json").read_text())
+    (out / "own.json").write_text(json.dumps({name: about["version"] for name, about in own.items()}))
+
+
 def test_a_method_that_does_nothing_ties_with_backprop(own, board, tmp_path, capsys):
     assert add(own(FINE), board, tmp_path, "--streams", "digits") == 0
     found = rows(tmp_path / "mine")
@@ -431,6 +455,86 @@ def test_runs_of_another_version_of_the_file_are_not_taken_for_those_of_this_one
     registry._REGISTRY.pop("mine")
     with pytest.raises(UserError, match=r"from before .*mine\.py was changed: choose another --out"):
         add(own(FINE), board, tmp_path, "--streams", "digits")
+
+
+def files(out):
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def forget():
+    """As in a new process: nothing has imported the user's file."""
+    registry._REGISTRY.pop("mine", None)
+    sys.modules.pop("gxd_user_mine", None)
+
+
+@pytest.mark.parametrize("grid", [(), ("--grid", "strength=1.0", "strength=2.0")], ids=["defaults", "grid"])
+def test_the_command_that_add_names_shows_the_same_board(own, board, tmp_path, capsys, grid):
+    add(own(FINE), board, tmp_path, "--streams", "digits", *grid)
+    out, before = tmp_path / "mine", files(tmp_path / "mine")
+    assert f"gxd leaderboard show {out} prints" in capsys.readouterr().out
+    forget()
+    assert command(["show", str(out)], SMALL) == 0
+    assert "| mine |" in capsys.readouterr().out
+    assert files(out) == before
+    forget()
+    command(["run", "--streams", "digits", "--entries", "backprop", "--out", str(out)], SMALL)
+    assert rows(out)["digits", "mine"]["rank"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda file, out: file.unlink(), r"mine\.py that registers it is gone"),
+        (lambda file, out: file.write_text(file.read_text() + "# better"), r"mine\.py that registers it was changed"),
+        (_as_before_files_were_named, r"own\.json does not say which file registers it"),
+    ],
+    ids=["gone", "changed", "old own.json"],
+)
+def test_a_board_is_left_alone_when_the_file_of_a_method_on_it_cannot_be_had(own, board, tmp_path, spoil, why):
+    file, out = own(FINE), tmp_path / "mine"
+    add(file, board, tmp_path, "--streams", "digits")
+    spoil(file, out)
+    before = files(out)
+    for name in (["show", str(out)], ["run", "--entries", "backprop", "--out", str(out)]):
+        forget()
+        with pytest.raises(UserError, match=f"has runs of mine, .*{why}") as refused:
+            command(name, SMALL)
+        assert "\n" not in str(refused.value)
+        assert "mine" not in gxd.methods(), "a file that was changed must not be imported"
+    assert files(out) == before
+
+
+def test_adding_the_same_file_again_mends_a_board_that_does_not_name_it(own, board, tmp_path):
+    file, out = own(FINE), tmp_path / "mine"
+    add(file, board, tmp_path, "--streams", "digits")
+    before = files(out)
+    _as_before_files_were_named(file, out)
+    forget()
+    assert add(file, board, tmp_path, "--streams", "digits") == 0
+    assert files(out) == before
+
+
+def test_a_second_method_goes_on_the_board_beside_the_first(own, board, tmp_path):
+    add(own(FINE), board, tmp_path, "--streams", "digits")
+    first = rows(tmp_path / "mine")["digits", "mine"]
+    other = tmp_path / "other.py"
+    other.write_text((tmp_path / "mine.py").read_text().replace("'mine', desc", "'other', desc"))
+    forget()
+    try:
+        assert add(other, board, tmp_path, "--streams", "digits") == 0
+    finally:
+        sys.modules.pop("gxd_user_other")
+    found = rows(tmp_path / "mine")
+    assert found["digits", "mine"]["mean"] == first["mean"] and found["digits", "other"]["rank"]
+
+
+def test_runs_of_a_method_that_nobody_knows_stay_in_the_digest(board):
+    mine = {**lines(board)[0], "method": "mine", "key": "of another time"}
+    with (board / "digest.jsonl").open("a") as file:
+        file.write(json.dumps(mine) + "\n")
+    before = lines(board)
+    assert command(["show", str(board)], SMALL) == 0
+    assert lines(board) == before
 
 
 def test_nan_counts_as_divergence_and_as_having_learned_nothing(own, board, tmp_path):

@@ -77,8 +77,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Standing:
-    """An entry over all streams that it is complete on: the mean of its ranks, with a 95 % interval by resampling the
-    seeds, the worst of them, and on how many streams it is surely better or worse than backprop.
+    """An entry over all streams that count and that it is complete on: the mean of its ranks, with a 95 % interval by
+    resampling the seeds, the worst of them, and on how many of these streams it is surely better or worse than
+    backprop.
     """
 
     method: str
@@ -257,7 +258,7 @@ def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]
     """
     chance = np.random.default_rng(0)
     most = max(map(len, complete.values()), default=0)
-    ranks: dict[str, list[float]] = {}
+    counted: dict[str, list[Row]] = {}
     resampled: dict[str, list[Array]] = {}
     for track in tracks:
         whole = complete[track.name]
@@ -267,16 +268,13 @@ def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]
         drawn = chance.integers(values.shape[1], size=(RESAMPLES, values.shape[1]))
         many = average_ranks(values[:, drawn].mean(-1), track.kind.higher_is_better)
         for scores, line in zip(whole, many, strict=True):
-            assert scores.row.rank is not None
-            ranks.setdefault(scores.row.method, []).append(scores.row.rank)
+            counted.setdefault(scores.row.method, []).append(scores.row)
             resampled.setdefault(scores.row.method, []).append(line)
-    gains: dict[str, list[Row]] = {}
-    for scores in (scores for whole in complete.values() for scores in whole):
-        gains.setdefault(scores.row.method, []).append(scores.row)
     found = []
-    for method, own in ranks.items():
+    for method, rows in counted.items():
         low, high = np.quantile(np.mean(resampled[method], axis=0), [0.025, 0.975])
-        better = sum(row.gain_low is not None and row.gain_low > 0 for row in gains[method])
-        worse = sum(row.gain_high is not None and row.gain_high < 0 for row in gains[method])
+        own = [row.rank for row in rows if row.rank is not None]
+        better = sum(row.gain_low is not None and row.gain_low > 0 for row in rows)
+        worse = sum(row.gain_high is not None and row.gain_high < 0 for row in rows)
         found.append(Standing(method, len(own), fmean(own), float(low), float(high), max(own), better, worse))
     return tuple(sorted(found, key=lambda standing: standing.mean_rank))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +15,16 @@ from gxd.lab import methods
 from gxd.lab.arguments import parse
 from gxd.lab.config import check_name
 from gxd.lab.errors import UserError
-from gxd.lab.leaderboard import output, work
+from gxd.lab.leaderboard import output, own, work
 from gxd.lab.leaderboard.board import Board, make_board
-from gxd.lab.leaderboard.entries import DEFAULTS, Entry, Setting, entries
+from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol
 from gxd.lab.leaderboard.records import Records, read_digest, write_digest
-from gxd.lab.leaderboard.timing import read_times
-from gxd.lab.store import read_json, write_json
+from gxd.lab.leaderboard.timing import read_times, write_times
+from gxd.lab.store import write_json
 
 V = TypeVar("V")
-OWN = "own.json"
 COMMITTED = Path("results/leaderboard")
 SHIPPED = Path(__file__).parent / "board"  # where the build puts a copy of it
 USAGE = """usage: gxd leaderboard run | show | add ...
@@ -58,7 +56,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The board of a directory: as a table here, and in it as board.csv, ranks.csv, board.md and board.html."""
+    """The board of a directory: as a table here, and in it as board.csv, ranks.csv, board.md and board.html.
+
+    A method of your own that `gxd leaderboard add` put there is imported from its file, if that is as it was.
+    """
 
     directory: tyro.conf.Positional[Path | None] = None
     """Where `gxd leaderboard run` put it, or a copy without the runs themselves. Default: results/leaderboard, else the
@@ -114,8 +115,9 @@ def _run(options: RunOptions, protocol: Protocol) -> int:
         work.check_protocol(options.out, protocol)
         print(work.estimate(chosen, options.out))
         return 0
+    theirs = own.read(options.out)
     wrong = work.do(chosen, options.out, _means(options.workers, options.ray))
-    publish(options.out, protocol)
+    publish(options.out, protocol, theirs)
     return _conclude(wrong, options.out)
 
 
@@ -124,7 +126,7 @@ def _show(options: ShowOptions, protocol: Protocol) -> int:
     if directory == SHIPPED:  # an installed package is not written to
         print(output.markdown(_read(directory, protocol)[0], protocol))
         return 0
-    print(output.markdown(publish(directory, protocol), protocol))
+    print(output.markdown(publish(directory, protocol, own.read(directory)), protocol))
     print(f"{directory / output.PAGE} is the page")
     return 0
 
@@ -143,32 +145,38 @@ def _found(named: Path | None, protocol: Protocol) -> Path:
 
 
 def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None) -> Board:
-    """Write the board of a directory beside its runs. Returns it."""
-    board, records = _read(out, protocol, extra, base)
-    write_digest(out, records.values())
-    output.write(board, protocol, out)
-    return board
-
-
-def _read(
-    out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None
-) -> tuple[Board, Records]:
-    """The board of a directory, and all that is known of its runs.
+    """Write the board of a directory beside its runs. Returns it.
 
     Args:
         extra: entries of the user's own.
         base: a board whose entries are shown with them.
     """
+    if base is not None:
+        _take_over(base, out, extra)
+    board, records = _read(out, protocol, extra)
+    known = read_digest(out)
+    # What is not understood here, such as runs of a method that is not loaded, is not ours to throw away.
+    write_digest(out, [*records.values(), *(known[name] for name in known if name not in records)])
+    output.write(board, protocol, out)
+    return board
+
+
+def _read(out: Path, protocol: Protocol, extra: Sequence[Entry] = ()) -> tuple[Board, Records]:
+    """The board of a directory, and all that is known of its runs."""
     rows = {**entries(), **{entry.name: entry for entry in extra}}
     every = work.places(protocol, rows.values())
-    times, objections = read_times(out), work.read_objections(out)
-    known = read_digest(out)
-    if base is not None:
-        known = {**read_digest(base), **known}
-        times, objections = _joined(read_times(base), times), _joined(work.read_objections(base), objections)
     # A copy without the runs has the digest alone; of a run that is in both, its directory counts.
-    records = work.collect(every, out, known)
-    return make_board(every, records, times, objections), records
+    records = work.collect(every, out, read_digest(out))
+    return make_board(every, records, read_times(out), work.read_objections(out)), records
+
+
+def _take_over(base: Path, out: Path, extra: Sequence[Entry]) -> None:
+    """Write down what another board knows, so that this one can be shown without it; of what both know, ours counts."""
+    ours = {entry.name for entry in extra}  # of which the other board may have runs of another version
+    theirs = {name: r for name, r in read_digest(base).items() if r.method in entries() and r.method not in ours}
+    write_digest(out, {**theirs, **read_digest(out)}.values())
+    write_times(out, _joined(read_times(base), read_times(out)))
+    write_json(out / work.OBJECTIONS, _joined(work.read_objections(base), work.read_objections(out)))
 
 
 def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dict[str, dict[str, V]]:
@@ -185,46 +193,22 @@ def _add(options: AddOptions, protocol: Protocol) -> int:
         raise UserError(f"{options.file} registers {replaced[0]!r}, which is there already: give it a name of its own")
     if not new:
         raise UserError(f"{options.file} registers no method: decorate its function with gxd.register_method")
-    grid = _grid(options, getattr(module, "GRID", None))
+    grid = own.grid(options.file, options.grid, module)
     added = [entries({name: grid})[name] for name in new]
     chosen = _places(protocol, added, options.streams)
     for place in chosen:
         if place.refusal and place.track.kind.boundaries:
             raise UserError(place.refusal)  # of its grid, which is wrong on all streams
     means = _means(options.workers, options.ray, (options.file.absolute(),))
-    _claim_method(options, new, protocol)
+    others = own.read(options.out, but=new)
+    work.claim(options.out, protocol)
+    own.claim(options.out, options.file, options.grid, new)
     wrong = work.do(chosen, options.out, means)
-    board = publish(options.out, protocol, added, base)
+    board = publish(options.out, protocol, [*others, *added], base)
     for place in chosen:
         print(output.placed(board, place.track, place.entry.name))
     placed = any(row.rank is not None for row in board.rows if row.method in new)
     return max(_conclude(wrong, options.out), 0 if placed else 1)
-
-
-def _claim_method(options: AddOptions, names: Sequence[str], protocol: Protocol) -> None:
-    """Runs are found by their settings, which do not tell one version of a user's code from the next: the file does."""
-    work.claim(options.out, protocol)
-    file = options.out / OWN
-    theirs = read_json(file) if file.exists() else {}
-    version = hashlib.sha256(options.file.read_bytes()).hexdigest()[:10]
-    for name in names:
-        if theirs.get(name, version) != version:
-            raise UserError(
-                f"{options.out} has runs of {name} from before {options.file} was changed: choose another --out, or "
-                "delete that directory"
-            )
-    write_json(file, {**theirs, **dict.fromkeys(names, version)})
-
-
-def _grid(options: AddOptions, theirs: object) -> Sequence[Setting]:
-    """The settings of a user's method."""
-    if options.grid:
-        return [methods.values_of(tuple(text.split(","))) for text in options.grid]
-    if theirs is None:
-        return DEFAULTS
-    if not isinstance(theirs, (list, tuple)) or not all(isinstance(setting, dict) for setting in theirs):
-        raise UserError(f'GRID in {options.file} must be a list of dicts of options, as in [{{"strength": 0.1}}]')
-    return list(theirs)
 
 
 def _places(protocol: Protocol, rows: Sequence[Entry], streams: Sequence[str]) -> list[Place]:

@@ -13,6 +13,7 @@ from typing import Any
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
 from gxd.lab.leaderboard.protocol import Track
+from gxd.lab.report.numbers import weighted
 from gxd.lab.selection import LAST
 from gxd.lab.store import objects, read_json, read_metrics, write_bytes, write_json
 from gxd.lab.workers import SETTLED, status_of
@@ -93,9 +94,8 @@ def read(config: Experiment, out: Path, draft: Record, track: Track, failures: M
 
 def _over_tasks(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """The mean over the tasks, weighted by their resets."""
-    found = [(line[name], line["resets"]) for line in lines if line.get(name) is not None and line["resets"]]
-    total = sum(resets for _, resets in found)
-    return _rounded(sum(value * resets for value, resets in found) / total) if total else None
+    value = weighted((line.get(name) for line in lines), (line["resets"] for line in lines))
+    return None if math.isnan(value) else _rounded(value)
 
 
 def _rounded(value: float) -> float:

@@ -21,6 +21,7 @@ MARKERS = {
     (0.0, LONG): "^",
 }
 """(exponent, maturity) -> the mark of a rule."""
+OTHER = "X"  # of any other exponent
 
 
 def picture(found: Results, stream: str) -> Picture:
@@ -50,6 +51,8 @@ def picture(found: Results, stream: str) -> Picture:
             )
             for (exponent, maturity), mark in MARKERS.items()
         ]
+        if any(setting.exponent not in RANKINGS for setting in here):
+            handles.append(Line2D([], [], marker=OTHER, color=style.MUTED, linestyle="", label="age, other exponent"))
         handles.append(Line2D([], [], color=style.colour("backprop"), linestyle=(0, (3, 2)), label="backprop"))
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     counted = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
@@ -105,7 +108,7 @@ def _scatter(axes: Axes, here: Results, *, named: bool) -> None:
             accuracy = numbers.mean(result.accuracy for result in by_seed.values())
             hue = style.colour(setting.method)
             longer = setting.maturity > PAPER_MATURITY and not setting.exponent
-            mark = MARKERS[setting.exponent, LONG if longer else PAPER_MATURITY]
+            mark = MARKERS.get((setting.exponent, LONG if longer else PAPER_MATURITY), OTHER)
             face = _face(setting.exponent, setting.maturity, hue)
             place = [age.value], [100 * accuracy.value]
             axes.plot(*place, linestyle="", marker=mark, color=hue, markerfacecolor=face, markersize=5)

@@ -137,9 +137,10 @@ def _result(run: Run) -> Result:
     kind = experiment(run.experiment)
     if run.status == "diverged":
         return Result(kind.learned_nothing, math.nan, math.nan, True, run.seconds or 0.0)
-    last = [run.last(name, max(1, run.planned // 8)) for name in (kind.metric, "churn", "median_age_at_reset")]
-    accuracy, churn, age = (math.nan if value is None else value for value in last)
-    return Result(accuracy, churn, age, False, run.seconds or 0.0)
+    eighth = max(1, run.planned // 8)
+    accuracy = run.last(kind.metric, eighth)
+    churn, age = (run.last_by_resets(name, eighth) for name in ("churn", "median_age_at_reset"))
+    return Result(math.nan if accuracy is None else accuracy, churn, age, False, run.seconds or 0.0)
 
 
 def _order(setting: Setting) -> tuple[Any, ...]:

@@ -68,41 +68,51 @@ def _accuracy_and_churn(by_seed: Mapping[int, Result]) -> Cell:
 
 def by_rule(found: Results) -> Table:
     """What each rule gains over the paper's, as a mean over the utilities: which would be the better default?"""
+    panels = _panels(found)
     table = Table(
         "age-rules",
         "What a rule gains over the paper's, mean over utilities",
         "Points of accuracy against the absolute ranking with the same rate and maturity "
-        f"{PAPER_MATURITY}, seed by seed, the mean over all utilities but random; with the 95 % t interval over seeds. "
-        "The last column is the mean over networks.",
-        ["Stream", "Rule", "Maturity", "Rate", *map(tables.panel_label, _panels(found)), "All", "Seeds"],
+        f"{PAPER_MATURITY}, seed by seed, the mean over all utilities but random; with the 95 % t interval over the n "
+        "seeds on which the runs of all these utilities are over. The last column is the mean over the networks that "
+        "have two seeds or more, on the seeds that these have in common; it names the networks where they are not all.",
+        ["Stream", "Rule", "Maturity", "Rate", *map(tables.panel_label, panels), "All"],
     )
     rules = dict.fromkeys(
         (s.stream, s.exponent, s.maturity, s.rate)
         for s in found
         if s.resets and s != _papers(s) and s.method != "random"
     )
-    for stream, exponent, maturity, rate in sorted(rules, key=lambda rule: (rule[0], -rule[3], rule[1:3])):
-        gains: dict[Panel, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for setting in found:
-            if (setting.stream, *setting[3:]) == (stream, exponent, maturity, rate) and setting.method != "random":
-                ours, theirs = reported(found[setting]), reported(found.get(_papers(setting), {}))
-                for seed in ours.keys() & theirs.keys():
-                    gains[setting.panel][seed].append(ours[seed].accuracy - theirs[seed].accuracy)
-        means = {panel: {seed: fmean(all_) for seed, all_ in by_seed.items()} for panel, by_seed in gains.items()}
-        common = set.intersection(*(set(by_seed) for by_seed in means.values())) if means else set()
-        if len(common) < 2:
+    for rule in sorted(rules, key=lambda rule: (rule[0], -rule[3], rule[1:3])):
+        stream, exponent, maturity, rate = rule
+        gains = {panel: _gains(found, panel, rule) for panel in panels}
+        whole = [panel for panel in panels if len(gains[panel]) >= 2]
+        if not whole:
             continue
-        whole = interval(fmean(by_seed[seed] for by_seed in means.values()) for seed in sorted(common))
-        here = [interval(means[panel].values()) if panel in means else None for panel in _panels(found)]
+        common = sorted(set.intersection(*(set(gains[panel]) for panel in whole)))
+        over_all = [fmean(gains[panel][seed] for panel in whole) for seed in common]
+        named = "" if whole == panels else f"{', '.join(map(tables.panel_label, whole))}; "
         words = [paper.EXPERIMENTS.get(stream, stream), RANKINGS.get(exponent, f"age, exponent {exponent:g}")]
-        cells = [*words, str(maturity), f"{rate:g}", *(_gain(one) for one in (*here, whole)), str(len(common))]
-        table.rows.append([Cell(text) for text in cells])
-        for panel, value in [*zip(_panels(found), here, strict=True), (("all", False), whole)]:
-            if value is not None:
-                rule = {"exponent": exponent, "maturity": maturity, "rate": rate, "seeds": len(common)}
+        cells = [*(_gain(list(gains[panel].values())) for panel in panels), _gain(over_all, named)]
+        table.rows.append([*(Cell(text) for text in (*words, str(maturity), f"{rate:g}")), *cells])
+        for panel, values in [*((panel, list(gains[panel].values())) for panel in panels), (("all", False), over_all)]:
+            if values:
+                settings = {"exponent": exponent, "maturity": maturity, "rate": rate, "seeds": len(values)}
                 network = {"activation": panel[0], "layer_norm": panel[1]}
-                table.records.append({"stream": stream, **network, **rule, **_bounds("gain", value)})
+                table.records.append({"stream": stream, **network, **settings, **_bounds("gain", interval(values))})
     return table
+
+
+def _gains(found: Results, panel: Panel, rule: tuple[str, float, int, float]) -> dict[int, float]:
+    """By seed, the mean over the utilities. A seed that not all of them have would compare utilities, not rules."""
+    by_utility = []
+    for setting in found:
+        if (setting.panel, setting.stream, *setting[3:]) == (panel, *rule) and setting.method != "random":
+            ours, theirs = reported(found[setting]), reported(found.get(_papers(setting), {}))
+            common = ours.keys() & theirs.keys()
+            by_utility.append({seed: ours[seed].accuracy - theirs[seed].accuracy for seed in common})
+    seeds = set.intersection(*map(set, by_utility)) if by_utility else set()
+    return {seed: fmean(gains[seed] for gains in by_utility) for seed in sorted(seeds)}
 
 
 def _papers(setting: Setting) -> Setting:
@@ -114,8 +124,13 @@ def _panels(found: Results) -> list[Panel]:
     return sorted({setting.panel for setting in found}, key=panel_order)
 
 
-def _gain(value: numbers.Interval | None) -> str:
-    return "" if value is None else f"{tables.signed(100 * value.value)} ± {100 * (value.high - value.value):.1f}"
+def _gain(values: Sequence[float], named: str = "") -> Cell:
+    """The mean, from two seeds on with its interval."""
+    if not values:
+        return Cell("")
+    gain, n = interval(values), len(values)
+    reach = f" ± {100 * (gain.high - gain.value):.1f}" if n > 1 else ""
+    return Cell(f"{tables.signed(100 * gain.value)}{reach}", f"{named}n = {n}")
 
 
 def settings_table(found: Results) -> Table:
@@ -223,8 +238,9 @@ def chosen_table(found: Results) -> Table:
     table = Table(
         "age-chosen",
         "Each rule in its best setting",
-        f"Maturity and rate are chosen for each rule by the mean accuracy on seeds from {CHOOSING} on, the numbers are "
-        "from the other seeds: mean ± 95 % interval. Absolute at the paper's maturity has only its rate chosen.",
+        f"Maturity and rate are chosen for each rule by the mean accuracy on the seeds from {CHOOSING} on that all its "
+        "settings have, the numbers are from the other seeds: mean ± 95 % interval. Absolute at the paper's maturity "
+        "has only its rate chosen.",
         ["Stream", "Network", "Utility", "Rule", "Chosen", "Accuracy, %", "Churn, %", "Seeds"],
     )
     candidates: dict[tuple[Any, ...], list[Setting]] = defaultdict(list)
@@ -237,10 +253,12 @@ def chosen_table(found: Results) -> Table:
         for rule in rules:
             candidates[setting.stream, setting.panel, setting.method, rule].append(setting)
     for (*_, rule), settings in candidates.items():
-        tried = {s: numbers.mean(r.accuracy for seed, r in found[s].items() if seed >= CHOOSING) for s in settings}
-        if any(mean.n == 0 for mean in tried.values()):
+        common = set.intersection(*({seed for seed in found[s] if seed >= CHOOSING} for s in settings))
+        if not common:
             continue  # a choice among some of the settings would favour those that ran first
-        best = max(tried, key=lambda setting: tried[setting].value)
+        # On all the seeds that each has, a setting would be favoured whose hard seeds are still to come.
+        tried = {s: fmean(found[s][seed].accuracy for seed in common) for s in settings}
+        best = max(tried, key=lambda setting: tried[setting])
         here = list(reported(found[best]).values())
         if not here:
             continue

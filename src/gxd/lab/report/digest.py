@@ -14,7 +14,7 @@ from typing import Any
 
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS
-from gxd.lab.report import paper
+from gxd.lab.report import numbers, paper
 
 WINDOW = 50  # tasks at the start and at the end that a summary averages
 POINTS = 80  # a series in a digest has about this many blocks at most
@@ -83,13 +83,25 @@ class Run:
         """The mean over so many of the last tasks (None: :func:`window`; whole blocks), or None for a run that diverged
         or is not complete.
         """
+        ending = self._ending(metric, tasks or window(self.planned))
+        return sum(value * size for value, size in ending) / sum(size for _, size in ending) if ending else None
+
+    def last_by_resets(self, metric: str, tasks: int) -> float:
+        """The mean of what tells of resets over so many of the last tasks (whole blocks), weighted by their number:
+        where nothing was reset there is nothing to tell. NaN without resets.
+        """
+        ending = self._ending(metric, tasks)
+        resets = self._ending("resets", tasks) or [(1.0, size) for _, size in ending]
+        return numbers.weighted((value for value, _ in ending), (count * size for count, size in resets))
+
+    def _ending(self, metric: str, tasks: int) -> list[tuple[float, int]]:
+        """The blocks of the last tasks, each with the number of its tasks; none of a run that is not complete."""
         values = self.blocks(metric)
         if self.status != "done" or not values:
-            return None
-        need = -(-(tasks or window(self.planned)) // self.block)
+            return []
+        need = -(-tasks // self.block)
         sizes = [self.block] * (len(values) - 1) + [self.tasks - self.block * (len(values) - 1)]
-        total = sum(value * size for value, size in zip(values[-need:], sizes[-need:], strict=True))
-        return total / sum(sizes[-need:])
+        return list(zip(values[-need:], sizes[-need:], strict=True))
 
     def slim(self) -> Run:
         """The run with its test accuracy and the metric that counts; all that may, if we do not know the experiment."""

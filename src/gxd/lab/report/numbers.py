@@ -41,7 +41,19 @@ def mean(values: Iterable[float | None]) -> Mean:
     return Mean(centre, spread / math.sqrt(n), n)
 
 
-def wilson(count: int, n: int) -> Interval:
+def reach(value: Mean) -> float:
+    """Half of the 95 % t interval of a mean (NaN for a single value, which compares with nothing)."""
+    return quantile(0.95, value.n - 1) * value.se if value.n > 1 else math.nan
+
+
+def weighted(values: Iterable[float | None], weights: Iterable[float | None]) -> float:
+    """The mean of what is there and finite, by weight; NaN of nothing, or without any weight."""
+    pairs = [(a, w) for a, w in zip(values, weights, strict=True) if w and a is not None and math.isfinite(a)]
+    total = math.fsum(weight for _, weight in pairs)
+    return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
+
+
+def wilson(count: float, n: int) -> Interval:
     """Wilson's 95 % interval of a rate. It stays inside [0, 1] and is honest at 0 of n."""
     if n == 0:
         return Interval(math.nan, 0.0, 1.0)
@@ -51,7 +63,7 @@ def wilson(count: int, n: int) -> Interval:
     return Interval(rate, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def rate_difference(count: int, n: int, count0: int, n0: int) -> Interval:
+def rate_difference(count: float, n: int, count0: float, n0: int) -> Interval:
     """Newcombe's 95 % interval of the difference of two rates, built from the two Wilson intervals."""
     a, b = wilson(count, n), wilson(count0, n0)
     difference = a.value - b.value
@@ -67,5 +79,5 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     result = mean(a - b for a, b in zip(ours, theirs, strict=True))
     if result.n < 2:
         return Interval(result.value, -math.inf, math.inf)
-    half = quantile(0.95, result.n - 1) * result.se
+    half = reach(result)
     return Interval(result.value, result.value - half, result.value + half)

@@ -84,8 +84,21 @@ class Comparison:
 
     @property
     def gap(self) -> numbers.Interval:
-        """The difference of the rates of divergence."""
-        return numbers.rate_difference(*self.diverged(0), *self.diverged(1))
+        """The difference of the rates of divergence. Of one setting it is Newcombe's. Several share their seeds, so
+        that a seed counts once, by its mean, as it does in ``change``.
+        """
+        if len(self.pairs) == 1:
+            return numbers.rate_difference(*self.diverged(0), *self.diverged(1))
+        by_seed: dict[int, list[tuple[bool, bool]]] = defaultdict(list)
+        for ours, theirs in self.pairs:
+            a, b = ({run.seed: run in group.diverged for run in group.runs} for group in (ours, theirs))
+            for seed in sorted(a.keys() & b.keys()):
+                by_seed[seed].append((a[seed], b[seed]))
+        ours_, theirs_ = ([_share(ends, side) for ends in by_seed.values()] for side in (0, 1))
+        if len({a - b for a, b in zip(ours_, theirs_, strict=True)}) > 1:
+            return numbers.paired(ours_, theirs_)
+        # Where all seeds agree, t would be sure of it. As many runs as seeds are what they are worth at least.
+        return numbers.rate_difference(sum(ours_), len(ours_), sum(theirs_), len(theirs_))
 
     @property
     def lived(self) -> list[tuple[int, float, float]]:
@@ -154,9 +167,11 @@ def _question(
     )
     table = Table(f"question-{name}", f"{title} Setting by setting", about + caption, columns)
     brief = (
-        f"All runs of the same rates. Differences ({sides[0]} − {sides[1]}) are in percentage points with their 95 % "
-        "intervals: Newcombe's for the rates of divergence; t for the accuracy over the last tasks, where both lived, "
-        "and where a seed counts once, by its mean over the settings."
+        f"All runs of the same rates. Differences ({sides[0]} − {sides[1]}) are in percentage points with their 95 % t "
+        "intervals: of the rates of divergence, and of the accuracy over the last tasks, where both lived. A seed "
+        "counts once, by its mean over the settings, for these are not independent; where divergence differs by the "
+        "same on all seeds, the interval is Newcombe's with as many runs as seeds. The rates of either side have "
+        "Wilson's, as if all runs were independent."
     )
     together = Table(f"question-{name}-together", title, brief, [c for c in columns if not c.startswith("Last, ")])
     for ours, theirs in fit or pairs:
@@ -205,6 +220,10 @@ def _question(
         )
         together.records.append({"experiment": experiment, "lr": lr, "rate": share, **whole.record})
     return Question(title, table, together, answers, "" if pairs else command)
+
+
+def _share(ends: Sequence[tuple[bool, bool]], side: int) -> float:
+    return sum(end[side] for end in ends) / len(ends)
 
 
 def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object, object], Comparison]:

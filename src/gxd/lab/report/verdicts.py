@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gxd.lab.report import numbers, paper
-from gxd.lab.report.evidence import AssayColumn, Group, Panel, difference, paired_gaps
+from gxd.lab.report.evidence import AssayColumn, Group, Panel, Sample, difference, paired_gaps
 from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, rho, signed
 
 CONFIRMED, REFUTED, OPEN, UNTESTED = "confirmed", "not confirmed", "undecided", "not tested at this scale"
 MARKS = {CONFIRMED: "good", REFUTED: "bad", OPEN: "unknown", UNTESTED: "unknown"}
 SIGNS = {CONFIRMED: "✓", REFUTED: "✗", OPEN: "?", UNTESTED: "–"}
 ARENAS = {"assay": "Reset-cost assay", **paper.EXPERIMENTS}
-CLEAR = 2.0  # standard errors
 SLACK = 0.01  # accuracy: what counts as the same to the eye
 # Accuracy above which a network has learned at all: twice chance of ten classes, chance itself of two.
 LEARNED = {"permuted-mnist": 0.2, "permuted-digits": 0.2, "cifar100": 0.5}
 NEAR = 0.02  # Spearman's rho: the largest gap of GXD and its all-logit version in the paper
 RULES = (
-    f"✓ {CONFIRMED}, ✗ {REFUTED}, ? {OPEN}, – {UNTESTED}, by these rules. A difference counts if it is more than "
-    f"{CLEAR:g} standard errors of the paired difference (over seeds × checkpoints in the assay, over common seeds "
-    f"in runs). “Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} point "
-    f"below the first, on every seed or with {CLEAR:g} SE to spare, and above chance; “loses plasticity”: a run "
-    f"diverged, or the last tasks are lower by more than that with {CLEAR:g} SE to spare; “as high as” is judged "
+    f"✓ {CONFIRMED}, ✗ {REFUTED}, ? {OPEN}, – {UNTESTED}, by these rules. A difference counts if the 95 % t "
+    "interval of the paired difference leaves out 0 (over common seeds; in the assay a seed counts once, by its mean "
+    f"over the checkpoints). “Keeps its plasticity”: no run diverged, and the last tasks are at most {SLACK * 100:g} "
+    "point below the first, on every seed or with the whole interval, and above chance; “loses plasticity”: a run "
+    "diverged, or the last tasks are lower by more than that with the whole interval; “as high as” is judged "
     "like “keeps”. A method that diverged more often than the other is never the better one. Where fewer than two "
     "runs of a method lived, divergence decides, if Newcombe's 95 % interval of the difference of the rates "
     f"leaves out 0 and the accuracies of those that lived do not contradict. “{OPEN}”: neither follows. "
@@ -33,6 +33,7 @@ RULES = (
 )
 
 Panels = Mapping[Panel, Mapping[str, Group]]
+Samples = Mapping[Sample, float]
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,12 @@ def _best_utility(column: AssayColumn | None, key: paper.Column, kind: str) -> V
     parts, won = [], True
     for metric, label in paper.METRICS.items():
         values = {name: getattr(column, kind)(name, metric) for name in paper.COMPARED}
-        if any(len(samples) < 2 for samples in values.values()):
-            return _assay(claim, key, column, f"{label}: fewer than two samples of some utility", UNTESTED)
+        if not _two_seeds(values):
+            return _assay(claim, key, column, f"{label}: fewer than two seeds of some utility", UNTESTED)
         means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
         rival = max((name for name in means if name != "gxd"), key=lambda name: sign * means[name])
         gap = _paired(values["gxd"], values[rival])
-        won &= sign * gap.value > CLEAR * gap.se
+        won &= sign * gap.value > numbers.reach(gap)
         show = rho if kind == "spearman" else _three
         text = f"{label}: GXD {show(means['gxd'])}, next {paper.method_label(rival)} {show(means[rival])}"
         if kind == "shock":
@@ -143,14 +144,14 @@ def _best_utility(column: AssayColumn | None, key: paper.Column, kind: str) -> V
 def _worst_shock(column: AssayColumn | None) -> Verdict:
     claim, key = "With ReLU, loss gradient has the largest Shock@5% of the five", paper.COLUMNS[0]
     values = {name: column.shock(name, "l1") for name in paper.COMPARED} if column else {}
-    if not values or any(len(samples) < 2 for samples in values.values()):
+    if not values or not _two_seeds(values):
         return _assay(claim, key, column, "–", UNTESTED)
     means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
     rival = max((name for name in means if name != "loss_gradient"), key=lambda name: means[name])
     gap = _paired(values["loss_gradient"], values[rival])
     text = f"logit L1: loss gradient {_three(means['loss_gradient'])}, next {paper.method_label(rival)} "
     text += f"{_three(means[rival])} ({_sigmas(gap.value, gap.se)})"
-    return _assay(claim, key, column, text, CONFIRMED if gap.value > CLEAR * gap.se else REFUTED)
+    return _assay(claim, key, column, text, CONFIRMED if gap.value > numbers.reach(gap) else REFUTED)
 
 
 def _close_to_all_logit(column: AssayColumn | None, key: paper.Column) -> Verdict:
@@ -176,13 +177,23 @@ def _gxi_needs_the_reference(columns: Mapping[paper.Column, AssayColumn]) -> Ver
         parts.append(f"{paper.column_label(key)}: GXD ahead by {_signed(gap.value)}")
     if any(gap.n < 2 for gap in gaps):
         return _assay(claim, paper.COLUMNS[1], None, "–", UNTESTED)
-    clear = gaps[1].value - gaps[0].value > CLEAR * math.hypot(gaps[0].se, gaps[1].se)
+    # Of two networks; the fewer seeds decide how sure their difference can be.
+    further = numbers.Mean(gaps[1].value - gaps[0].value, math.hypot(gaps[0].se, gaps[1].se), min(g.n for g in gaps))
+    clear = further.value > numbers.reach(further)
     verdict = CONFIRMED if clear else REFUTED
     return _assay(claim, paper.COLUMNS[1], columns[paper.COLUMNS[1]], "logit L1, " + "; ".join(parts), verdict)
 
 
-def _paired(ours: Mapping[tuple[int, int], float], theirs: Mapping[tuple[int, int], float]) -> numbers.Mean:
-    return numbers.mean(ours[sample] - theirs[sample] for sample in sorted(ours.keys() & theirs.keys()))
+def _paired(ours: Samples, theirs: Samples) -> numbers.Mean:
+    """The difference over seeds: checkpoints of one training are no further evidence, so each seed has their mean."""
+    by_seed: dict[int, list[float]] = defaultdict(list)
+    for sample in sorted(ours.keys() & theirs.keys()):
+        by_seed[sample[0]].append(ours[sample] - theirs[sample])
+    return numbers.mean(numbers.mean(gaps).value for gaps in by_seed.values())
+
+
+def _two_seeds(values: Mapping[str, Samples]) -> bool:
+    return all(len({seed for seed, _ in samples}) >= 2 for samples in values.values())
 
 
 # --- streams of tasks -------------------------------------------------------------------------------------------------
@@ -262,7 +273,7 @@ class _Stream:
         if gap.n < 2:
             return self._say(claim, panel, [ours, theirs], *self._survival(ours, theirs, text))
         text += f" ({_sigmas(gap.value, gap.se)})"
-        higher, lower = gap.value > CLEAR * gap.se, gap.value < -CLEAR * gap.se
+        higher, lower = gap.value > numbers.reach(gap), gap.value < -numbers.reach(gap)
         if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
             return self._say(claim, panel, [ours, theirs], text, OPEN)
         contrary = lower or risk.low > 0
@@ -355,9 +366,9 @@ class _Stream:
 
 def _small(lost: numbers.Mean, by_seed: Collection[float]) -> bool | None:
     """Whether a loss of accuracy is within ``SLACK``: only if it clearly is or is not. Noise makes it None."""
-    if (by_seed and max(by_seed) <= SLACK) or lost.value + CLEAR * lost.se <= SLACK:
+    if (by_seed and max(by_seed) <= SLACK) or lost.value + numbers.reach(lost) <= SLACK:
         return True
-    return False if lost.value - CLEAR * lost.se > SLACK else None
+    return False if lost.value - numbers.reach(lost) > SLACK else None
 
 
 def _ready(*members: Group) -> bool:
