@@ -204,6 +204,18 @@ def test_a_pull_that_would_overshoot_ends_at_the_initial_value():
     torch.testing.assert_close(dict(pulled(model)), start, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("norm", ["l2", "l1", "huber", "wasserstein"])
+def test_a_learning_rate_of_zero_pulls_nothing_also_where_nothing_is_to_be_pulled(norm: str):
+    """As in the first step of a warm-up, where all parameters are still where they began."""
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    gxd.attach(model, optimizer, gxd.method("l2_init", norm=norm))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_two_optimizers_pull_each_parameter_once_with_its_own_rate():
     model, naive = Net(), Naive("sgd", True)
     first, second = groups(model)

@@ -62,7 +62,8 @@ class L2Init(Penalty):
             parameter.lerp_(target, min(1.0, rate))
             return
         distance = (parameter - target).abs()
-        share = rate / (distance if self.norm == "l1" else distance.clamp(min=1.0))
+        least = torch.finfo(distance.dtype).tiny if self.norm == "l1" else 1.0  # 0 / 0 is what a rate of 0 would make
+        share = rate / distance.clamp(min=least)
         parameter.lerp_(target, share.clamp(max=1.0))
 
 
