@@ -59,7 +59,7 @@ def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-APART = ("README.md", "docs/extending.md", "docs/optimizers.md", "docs/leaderboard.md")  # each block stands alone
+APART = ("README.md", "docs/age.md", "docs/extending.md", "docs/optimizers.md", "docs/leaderboard.md")  # each block stands alone
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_block_runs(page: str, number: int):
 
 
 def test_the_loop_of_the_readme_resets_units_and_can_be_resumed(tmp_path: Path):
-    code = blocks("README.md")[0].replace("x[:2])", "x[:2], replacement_rate=0.1, maturity=1)")
+    code = blocks("README.md")[0].replace("replacement_rate=1e-3, maturity=1000", "replacement_rate=0.1, maturity=1")
     assert run("README.md", code, names())["cbp"].total_resets > 0
     assert torch.load(tmp_path / "gxd.pt", weights_only=True)["version"] >= 3
 
