@@ -59,7 +59,13 @@ def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-APART = ("README.md", "docs/age.md", "docs/extending.md", "docs/optimizers.md", "docs/leaderboard.md")  # each block stands alone
+APART = (
+    "README.md",
+    "docs/age.md",
+    "docs/extending.md",
+    "docs/optimizers.md",
+    "docs/leaderboard.md",
+)  # each block stands alone
 
 
 @pytest.mark.parametrize(

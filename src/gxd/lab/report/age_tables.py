@@ -41,8 +41,8 @@ def overview(found: Results, stream: str) -> Table:
     table = Table(
         f"age-{stream}",
         f"Accuracy by utility and rule, {paper.EXPERIMENTS.get(stream, stream)}",
-        f"In %, over the last eighth of the tasks, rate {SHOWN_RATE:g}: mean ± 95 % interval over seeds (churn, in "
-        f"%). Paper's: absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
+        f"In %, over the last eighth of the tasks, rate {SHOWN_RATE:g}: mean ± 95 % interval over seeds, and "
+        f"the churn, in %. Paper's: absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
         ["Utility", "Rule", *map(tables.panel_label, panels), "Seeds"],
     )
     for method in sorted({setting.method for setting in here}, key=paper.method_order):
@@ -63,7 +63,7 @@ def overview(found: Results, stream: str) -> Table:
 
 def _accuracy_and_churn(by_seed: Mapping[int, Result]) -> Cell:
     accuracy, churn = (interval(getattr(r, name) for r in by_seed.values()) for name in ("accuracy", "churn"))
-    return Cell(_plus_minus(accuracy), f"{100 * churn.value:.0f}" if math.isfinite(churn.value) else "")
+    return Cell(_plus_minus(accuracy), f"churn {100 * churn.value:.0f}" if math.isfinite(churn.value) else "")
 
 
 def by_rule(found: Results) -> Table:
