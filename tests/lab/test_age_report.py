@@ -176,12 +176,12 @@ def test_the_overview_has_a_row_for_every_utility_and_rule_and_a_column_for_ever
         write(tmp_path, value - 0.2, method="backprop", seed=seed)
     write(tmp_path, 0.7, method="gxd", seed=0, activation="relu", options=BY_AGE)
     write(tmp_path, 0.1, method="gxd", seed=0, rate=1e-4)  # of another rate
-    table = age_tables.overview(results(tmp_path), "permuted-digits")
+    table = age_tables.overview(results(tmp_path), "permuted-digits", 1e-3)
     assert table.columns == ["Utility", "Rule", "ReLU", "tanh", "Seeds"]
     assert [[(cell.text, cell.note) for cell in row[1:4]] for row in table.rows] == [
         [("", ""), ("–", ""), ("65.0 ± 63.5", "")],
         [("paper's", ""), ("–", ""), ("85.0 ± 63.5", "churn 90")],
-        [("age, 1", ""), ("70.0", "churn 90"), ("–", "")],
+        [("age, exponent 1", ""), ("70.0", "churn 90"), ("–", "")],
     ]
 
 
@@ -196,16 +196,18 @@ def test_settings_are_chosen_on_other_seeds_than_those_that_are_reported(tmp_pat
     assert float(chosen["absolute, maturity 100"]["accuracy"]) == pytest.approx(0.95, abs=1e-4)
 
 
-def test_the_page_has_the_figure_of_each_stream_and_the_tables_and_needs_no_network(tmp_path: Path) -> None:
+def test_the_page_has_a_figure_of_each_stream_and_rate_and_the_tables_and_needs_no_network(tmp_path: Path) -> None:
     methods: list[dict[str, Any]] = [{"method": "backprop"}, {"method": "random"}, {"method": "gxd"}]
     for stream, one, seed in product(("permuted-digits", "permuted-mnist-small"), methods, (0, 1)):
         write(tmp_path / "runs", 0.8 + seed / 100, stream=stream, seed=seed, **one)
     write(tmp_path / "runs", 0.9, method="gxd", options=BY_AGE, seed=0)
+    write(tmp_path / "runs", 0.9, method="gxd", rate=1e-4, seed=0)
     text = age.write([tmp_path / "runs"], tmp_path / "out").read_text()
     pictures = {file.name for file in (tmp_path / "out").glob("*.png")}
-    assert pictures == {"age-permuted-digits.png", "age-permuted-mnist-small.png"}
-    assert (tmp_path / "out" / "age-settings.csv").read_text().count("\n") == 8
-    assert "13 runs, 0.1 hours" in text and not re.search(r'(src|href)="(https?:)?//', text)
+    digits, mnist = "age-permuted-digits-rate", "age-permuted-mnist-small-rate"
+    assert pictures == {f"{digits}-0.001.png", f"{digits}-0.0001.png", f"{mnist}-0.001.png"}
+    assert (tmp_path / "out" / "age-settings.csv").read_text().count("\n") == 9
+    assert "14 runs, 0.1 hours" in text and not re.search(r'(src|href)="(https?:)?//', text)
 
 
 def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
@@ -222,13 +224,33 @@ def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
     assert by_seed[0].accuracy == pytest.approx(0.9)
 
 
-def test_the_figure_has_a_mark_for_every_exponent() -> None:
+def test_the_figure_has_a_mark_for_every_rule() -> None:
     here = {s: Result(0.8 + s / 100, 0.5, 100.0, False) for s in (0, 1)}
-    found = {Setting("permuted-digits", ("relu", False), "gxd", e, 100, 1e-3): here for e in (0.0, 0.25, 0.5, 1.0)}
-    figure = age_figure.picture(found, "permuted-digits").drawn
-    assert "age, other exponent" in [text.get_text() for text in figure.legends[0].get_texts()]
+    rules = [(0.0, 100), (0.25, 100), (0.5, 100), (1.0, 100), (0.0, 1000), (0.0, 500)]
+    found = {Setting("permuted-digits", ("relu", False), "gxd", *rule, 1e-3): here for rule in rules}
+    figure = age_figure.picture(found, "permuted-digits", 1e-3).drawn
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words[0] == "paper's" and {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
     marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
-    assert len(set(marks)) == len(marks) == 4
+    assert len(set(marks)) == len(marks) == len(words) == len(rules)
+
+
+def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the_papers() -> None:
+    def of(*accuracies: float) -> dict[int, Result]:
+        return {seed: Result(value, 0.5, 200.0, False) for seed, value in enumerate(accuracies)}
+
+    setting = Setting("permuted-digits", ("tanh", False), "gxd", 0.0, 100, 1e-3)
+    found = {
+        setting: of(0.60, 0.70),
+        setting._replace(maturity=1000): of(0.65, 0.79, 0.99),  # the last has no pair
+        setting._replace(maturity=1000, rate=1e-4): of(0.1, 0.1),  # of another rate
+        setting._replace(method="backprop", rate=0.0): of(0.50, 0.52),
+    }
+    above, below = age_figure.picture(found, "permuted-digits", 1e-3).drawn.axes
+    (gain,) = [line for line in above.lines if line.get_marker() == "^"]
+    assert gain.get_xdata()[0] == pytest.approx(7.0)
+    assert "Backprop 51.0 · GXD 65.0 %" in [text.get_text() for text in above.texts]
+    assert len(below.lines) == 2
 
 
 def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> None:

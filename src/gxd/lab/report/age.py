@@ -15,7 +15,7 @@ import tyro
 from gxd.lab.errors import UserError
 from gxd.lab.report import digest, page
 from gxd.lab.report.age_figure import picture
-from gxd.lab.report.age_results import collect, reported, write_digest
+from gxd.lab.report.age_results import collect, rates_of, reported, write_digest
 from gxd.lab.report.age_tables import against_paper, by_maturity, by_rule, chosen_table, overview, settings_table, tally
 from gxd.lab.report.page import Block, Section
 
@@ -37,9 +37,10 @@ def write(directories: Sequence[Path], out: Path) -> Path:
         raise UserError(f"no run below {', '.join(map(str, directories))} is over: {digest.REMEDY}")
     out.mkdir(parents=True, exist_ok=True)
     streams = list(dict.fromkeys(setting.stream for setting in found))
-    pictures = [picture(found, stream) for stream in streams]
+    shown_at = [(stream, rate) for stream in streams for rate in rates_of(found, stream)]
+    pictures = [picture(found, *one) for one in shown_at]
     compared = [against_paper(found), by_maturity(found)]
-    made = [by_rule(found), *(overview(found, stream) for stream in streams), *compared, chosen_table(found)]
+    made = [by_rule(found), *(overview(found, *one) for one in shown_at), *compared, chosen_table(found)]
     made = [table for table in (*made, settings_table(found)) if table.rows]  # of one seed there is no comparison
     shown = page.save_pictures(pictures, out)
     page.save_tables(made, out)

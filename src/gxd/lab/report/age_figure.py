@@ -1,131 +1,138 @@
-"""The figure of the age study."""
+"""The figure of the age study: what sparing newborns gains, and how old the units are that each rule resets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from gxd.lab.report import numbers, paper, style, tables
-from gxd.lab.report.age_results import LONG, PAPER_MATURITY, RANKINGS, SHOWN_RATE, Results, interval, reported
-from gxd.lab.report.evidence import panel_order
+from gxd.lab.report.age_results import Results, Rule, at_rate, interval, paired_gains, papers, rules_at
+from gxd.lab.report.evidence import Panel, panel_order
 from gxd.lab.report.figures import Picture
 
-MARKERS = {
-    (0.0, PAPER_MATURITY): "o",
-    (0.5, PAPER_MATURITY): "D",
-    (1.0, PAPER_MATURITY): "s",
-    (0.0, LONG): "^",
-}
-"""(exponent, maturity) -> the mark of a rule."""
-OTHER = "X"  # of any other exponent
+
+class Mark(NamedTuple):
+    """How a rule is drawn."""
+
+    shape: str
+    colour: str
 
 
-def picture(found: Results, stream: str) -> Picture:
-    """Above: what ranking by age, or a long maturity, does to every utility. Below: accuracy by age at reset."""
-    here = {setting: reported(by_seed) for setting, by_seed in found.items() if setting.stream == stream}
-    here = {setting: by_seed for setting, by_seed in here.items() if by_seed}
+AGE = (
+    Mark("D", "#7fb0bd"),
+    Mark("s", "#14505f"),
+    Mark("P", "#3f7f8f"),
+    Mark("X", "#5f98a6"),
+)  # the lowest exponent first
+MATURITY = (Mark("^", "#b3123b"), Mark("v", "#e58aa0"), Mark("<", "#cc5577"), Mark(">", "#d9738f"))  # the longest first
+PAPERS = Mark("o", style.MUTED)
+
+
+def picture(found: Results, stream: str, rate: float) -> Picture:
+    """Above: what each rule gains over the paper's, utility by utility. Below: the age at which units are reset."""
+    here = at_rate(found, stream, rate)
     panels = sorted({setting.panel for setting in here}, key=panel_order)
-    seeds = sorted({len(by_seed) for by_seed in here.values()})
     methods = sorted({setting.method for setting in here if setting.resets}, key=paper.method_order)
+    rules = rules_at(here)
+    marks = _marks(rules)
     with style.styled():
-        figure = style.new_figure(1.2 + 2.7 * len(panels), 5.6)
-        grid = figure.subplots(2, len(panels), squeeze=False)
-        for column, panel in enumerate(panels):
+        figure = style.new_figure(1.2 + 2.5 * len(panels), 1.4 + 0.62 * len(methods))
+        grid = figure.subplots(2, len(panels), sharex="row", sharey=True, squeeze=False, height_ratios=(3, 2))
+        for above, below, panel in zip(*grid, panels, strict=True):
             mine = {setting: by_seed for setting, by_seed in here.items() if setting.panel == panel}
-            _steps(grid[0][column], mine, methods, named=column == 0)
-            _scatter(grid[1][column], mine, named=column == 0)
-            grid[0][column].set_title(tables.panel_label(panel))
-        handles = [
-            Line2D(
-                [],
-                [],
-                marker=mark,
-                color=style.MUTED,
-                markerfacecolor=_face(exponent, maturity, style.MUTED),
-                linestyle="",
-                label=f"{RANKINGS[exponent]}, maturity {maturity}" if not exponent else RANKINGS[exponent],
-            )
-            for (exponent, maturity), mark in MARKERS.items()
-        ]
-        if any(setting.exponent not in RANKINGS for setting in here):
-            handles.append(Line2D([], [], marker=OTHER, color=style.MUTED, linestyle="", label="age, other exponent"))
-        handles.append(Line2D([], [], color=style.colour("backprop"), linestyle=(0, (3, 2)), label="backprop"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    counted = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+            _gains(above, mine, methods, marks)
+            _ages(below, mine, methods, marks)
+            above.set_title(f"{tables.panel_label(panel)}\n", pad=6)
+            text = _levels(mine, panel)
+            above.text(0, 1.02, text, transform=above.transAxes, color=style.MUTED, fontsize=8, va="bottom")
+        for axes in grid[:, 0]:
+            axes.set_yticks(range(len(methods)), [paper.method_label(method) for method in methods])
+            axes.tick_params(axis="y", labelcolor=style.INK)
+            axes.set_ylim(len(methods) - 0.5, -0.5)
+        handles = [_handle(rule.words, marks[rule]) for rule in rules]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
+    counts = sorted({len(by_seed) for by_seed in here.values()})
+    counted = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     title = paper.EXPERIMENTS.get(stream, stream)
     return Picture(
-        f"age-{stream}",
-        f"Ranking by age, {title}",
-        f"Accuracy over the last eighth of the tasks, {counted} seed{'s' * (counted != '1')}. Above: rate "
-        f"{SHOWN_RATE:g}, ranked by age with maturity {PAPER_MATURITY}, bars are 95 % intervals. Below: every setting, "
-        "also of other rates and maturities, by the median age at which its units are reset.",
+        f"age-{stream}-rate-{rate:g}",
+        f"Sparing newborns, {title}, rate {rate:g}",
+        f"{title}, rate {rate:g}, {counted} seed{'s' * (counted != '1')}. Above: points of accuracy over the last "
+        "eighth of the tasks that a rule gains over the paper's with the same utility, seed by seed, with 95 % "
+        "intervals. Below: the median age at which units are reset.",
         figure,
-        alt=f"Accuracy by utility and ranking, and against the age at reset, {title}",
+        alt="What each rule gains over the paper's by utility and network, and the age of the units it resets, "
+        f"{title}, rate {rate:g}",
     )
 
 
-def _steps(axes: Axes, here: Results, methods: Sequence[str], *, named: bool) -> None:
-    """A row per utility, a mark per rule."""
-    for place, method in enumerate(methods):
-        means = {
-            (s.exponent, s.maturity): interval(r.accuracy for r in b.values())
-            for s, b in here.items()
-            if s.resets and s.method == method and s.rate == SHOWN_RATE and (s.exponent, s.maturity) in MARKERS
-        }
-        for k, ((exponent, maturity), mean) in enumerate(
-            sorted(means.items(), key=lambda item: list(MARKERS).index(item[0]))
-        ):
-            height, reach = place + 0.2 * (k - (len(means) - 1) / 2), mean.high - mean.value
+def _marks(rules: list[Rule]) -> dict[Rule, Mark]:
+    by_age = [rule for rule in rules if rule.exponent]
+    longer = sorted((rule for rule in rules if not rule.exponent and not rule.is_papers), key=lambda r: -r.maturity)
+    marks = {rule: AGE[k % len(AGE)] for k, rule in enumerate(by_age)}
+    marks |= {rule: MATURITY[k % len(MATURITY)] for k, rule in enumerate(longer)}
+    return {rule: marks.get(rule, PAPERS) for rule in rules}
+
+
+def _handle(words: str, mark: Mark) -> Line2D:
+    return Line2D([], [], linestyle="", label=words, **_look(mark))
+
+
+def _look(mark: Mark) -> dict[str, Any]:
+    """The paper's rule is a ring, around what lies at the same place."""
+    if mark is PAPERS:
+        return {"marker": mark.shape, "color": mark.colour, "markerfacecolor": "none", "markersize": 7.5, "zorder": 3}
+    return {"marker": mark.shape, "color": mark.colour, "markersize": 5}
+
+
+def _gains(axes: Axes, here: Results, methods: list[str], marks: dict[Rule, Mark]) -> None:
+    """A row per utility, a mark per rule but the paper's, which is the line at zero."""
+    shown = [rule for rule in marks if not rule.is_papers]
+    for setting in here:
+        if setting.resets and setting != papers(setting):
+            values = paired_gains(here, setting)
+            if not values:
+                continue
+            gain = interval(values.values())
+            reach = 100 * (gain.high - gain.value)
             axes.errorbar(
-                100 * mean.value,
-                height,
-                xerr=100 * reach if math.isfinite(reach) else None,
-                color=style.colour(method),
-                marker=MARKERS[exponent, maturity],
-                markersize=5,
-                markerfacecolor=_face(exponent, maturity, style.colour(method)),
-                elinewidth=1.0,
+                100 * gain.value,
+                methods.index(setting.method) + 0.6 * ((shown.index(Rule.of(setting)) + 0.5) / len(shown) - 0.5),
+                xerr=reach if math.isfinite(reach) else None,
+                elinewidth=1.2,
+                **_look(marks[Rule.of(setting)]),
             )
-    _line_of_backprop(axes, here, axes.axvline)
-    axes.set_yticks(range(len(methods)), [paper.method_label(method) for method in methods] if named else [])
-    axes.tick_params(axis="y", labelcolor=style.INK)
-    axes.set_ylim(len(methods) - 0.5, -0.5)
-    axes.grid(visible=False)
-    axes.grid(visible=True, axis="x")
-    axes.locator_params(axis="x", nbins=4)
-    axes.set_xlabel("accuracy, %")
+    axes.axvline(0, color=style.MUTED, linewidth=1.0, zorder=1)
+    axes.set_xlabel("points gained over the paper's rule")
+    _rows(axes)
 
 
-def _scatter(axes: Axes, here: Results, *, named: bool) -> None:
-    """A mark per setting."""
+def _ages(axes: Axes, here: Results, methods: list[str], marks: dict[Rule, Mark]) -> None:
     for setting, by_seed in here.items():
         age = numbers.mean(result.age for result in by_seed.values())
-        if age.n:
-            accuracy = numbers.mean(result.accuracy for result in by_seed.values())
-            hue = style.colour(setting.method)
-            longer = setting.maturity > PAPER_MATURITY and not setting.exponent
-            mark = MARKERS.get((setting.exponent, LONG if longer else PAPER_MATURITY), OTHER)
-            face = _face(setting.exponent, setting.maturity, hue)
-            place = [age.value], [100 * accuracy.value]
-            axes.plot(*place, linestyle="", marker=mark, color=hue, markerfacecolor=face, markersize=5)
-    _line_of_backprop(axes, here, axes.axhline)
-    axes.set_xscale("log")  # not by churn: it is relative to the maturity, which differs here
+        if setting.resets and age.n:
+            look = _look(marks[Rule.of(setting)])
+            axes.plot([age.value], [methods.index(setting.method)], linestyle="", **look)
+    axes.set_xscale("log")  # ages and not churn, which is relative to the maturity
     axes.set_xlabel("median age at reset, steps")
-    if named:
-        axes.set_ylabel("accuracy, %")
+    _rows(axes)
 
 
-def _face(exponent: float, maturity: int, hue: str) -> str:
-    """Hollow: the paper's rule."""
-    return hue if exponent or maturity > PAPER_MATURITY else style.PAPER
+def _rows(axes: Axes) -> None:
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis="x")
 
 
-def _line_of_backprop(axes: Axes, here: Results, draw: Callable[..., Any]) -> None:
-    for setting, by_seed in here.items():
-        if not setting.resets:
-            mean = numbers.mean(result.accuracy for result in by_seed.values())
-            draw(100 * mean.value, color=style.colour("backprop"), linestyle=(0, (3, 2)), linewidth=1.0, zorder=1)
+def _levels(here: Results, panel: Panel) -> str:
+    """Where the gains start from: what backprop and GXD come to with the paper's rule."""
+    said = []
+    for method in ("backprop", "gxd"):
+        for setting, by_seed in here.items():
+            if setting.method == method and (not setting.resets or setting == papers(setting)):
+                said.append(
+                    f"{paper.method_label(method)} {100 * numbers.mean(r.accuracy for r in by_seed.values()).value:.1f}"
+                )
+    return " · ".join(said) + (" %" if said else "")

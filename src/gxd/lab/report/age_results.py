@@ -22,8 +22,6 @@ from gxd.lab.store import objects, write_bytes
 
 CHOOSING = 100  # the first of the seeds that choose settings
 PAPER_MATURITY = 100
-SHOWN_RATE = 1e-3  # of the overview
-LONG = round(1 / SHOWN_RATE)  # the maturity that is to do the same as ranking by age
 RANKINGS = {
     0.0: "absolute",
     0.5: "age, exponent 1/2",
@@ -55,6 +53,31 @@ class Setting(NamedTuple):
     def c(self) -> float:
         """The c of ``maturity = c / rate``: for what share of a mean lifetime a newborn is safe."""
         return round(self.maturity * self.rate, 6)
+
+
+class Rule(NamedTuple):
+    """How a unit is chosen by its utility, at a replacement rate."""
+
+    exponent: float
+    maturity: int
+    rate: float
+
+    @classmethod
+    def of(cls, setting: Setting) -> Rule:
+        """The one of a setting."""
+        return cls(setting.exponent, setting.maturity, setting.rate)
+
+    @property
+    def is_papers(self) -> bool:
+        """The absolute ranking, with the paper's maturity."""
+        return not self.exponent and self.maturity == PAPER_MATURITY
+
+    @property
+    def words(self) -> str:
+        """In a few words."""
+        if self.exponent:
+            return RANKINGS.get(self.exponent, f"age, exponent {self.exponent:g}")
+        return "paper's" if self.is_papers else f"maturity {self.maturity} = {self.maturity * self.rate:g} / rate"
 
 
 class Result(NamedTuple):
@@ -151,6 +174,34 @@ def _order(setting: Setting) -> tuple[Any, ...]:
 def reported(by_seed: Mapping[int, Result]) -> dict[int, Result]:
     """Without the seeds that choose."""
     return {seed: result for seed, result in by_seed.items() if seed < CHOOSING}
+
+
+def at_rate(found: Results, stream: str, rate: float) -> dict[Setting, dict[int, Result]]:
+    """The reported runs of a stream at a replacement rate, and those without resets."""
+    here = {s: reported(by_seed) for s, by_seed in found.items() if s.stream == stream}
+    return {s: by_seed for s, by_seed in here.items() if by_seed and (not s.resets or s.rate == rate)}
+
+
+def rates_of(found: Results, stream: str) -> list[float]:
+    """The replacement rates of a stream's reported runs, the highest first."""
+    return sorted({s.rate for s, by in found.items() if s.stream == stream and s.resets and reported(by)}, reverse=True)
+
+
+def rules_at(here: Results) -> list[Rule]:
+    """The paper's first, then by age, then longer maturities."""
+    rules = {Rule.of(setting) for setting in here if setting.resets}
+    return sorted(rules, key=lambda rule: (not rule.is_papers, not rule.exponent, rule))
+
+
+def papers(setting: Setting) -> Setting:
+    """The same with the paper's rule."""
+    return setting._replace(exponent=0.0, maturity=PAPER_MATURITY)
+
+
+def paired_gains(found: Results, setting: Setting, over: Setting | None = None) -> dict[int, float]:
+    """By seed, the accuracy minus that of another setting: else of the paper's rule. Only seeds that are reported."""
+    ours, theirs = (reported(found.get(one, {})) for one in (setting, over or papers(setting)))
+    return {seed: ours[seed].accuracy - theirs[seed].accuracy for seed in sorted(ours.keys() & theirs.keys())}
 
 
 def interval(values: Iterable[float]) -> numbers.Interval:

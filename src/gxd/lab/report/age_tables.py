@@ -11,53 +11,46 @@ from typing import Any
 from gxd.lab.report import numbers, paper, tables
 from gxd.lab.report.age_results import (
     CHOOSING,
-    LONG,
     PAPER_MATURITY,
     RANKINGS,
-    SHOWN_RATE,
     Result,
     Results,
+    Rule,
     Setting,
+    at_rate,
     interval,
+    paired_gains,
+    papers,
     reported,
+    rules_at,
 )
 from gxd.lab.report.evidence import Panel, panel_order
 from gxd.lab.report.tables import Cell, Table
 
-RULES = {
-    (0.0, PAPER_MATURITY): "paper's",
-    (0.5, PAPER_MATURITY): "age, 1/2",
-    (1.0, PAPER_MATURITY): "age, 1",
-    (0.0, LONG): f"maturity {LONG}",
-}
-"""(exponent, maturity) -> a rule in a few words."""
 
-
-def overview(found: Results, stream: str) -> Table:
+def overview(found: Results, stream: str, rate: float) -> Table:
     """Every utility with every rule on every network, at one rate."""
-    here = {s: reported(by_seed) for s, by_seed in found.items() if s.stream == stream}
-    here = {s: by_seed for s, by_seed in here.items() if by_seed and (not s.resets or s.rate == SHOWN_RATE)}
+    here = at_rate(found, stream, rate)
     panels = sorted({setting.panel for setting in here}, key=panel_order)
     table = Table(
-        f"age-{stream}",
-        f"Accuracy by utility and rule, {paper.EXPERIMENTS.get(stream, stream)}",
-        f"In %, over the last eighth of the tasks, rate {SHOWN_RATE:g}: mean ± 95 % interval over seeds, and "
-        f"the churn, in %. Paper's: absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
+        f"age-{stream}-rate-{rate:g}",
+        f"Accuracy by utility and rule, {paper.EXPERIMENTS.get(stream, stream)}, rate {rate:g}",
+        f"In %, over the last eighth of the tasks: mean ± 95 % interval over seeds, and the churn, in %. Paper's: "
+        f"absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
         ["Utility", "Rule", *map(tables.panel_label, panels), "Seeds"],
     )
+    rows: dict[tuple[str, Rule | None], dict[Panel, Mapping[int, Result]]] = {}
     for method in sorted({setting.method for setting in here}, key=paper.method_order):
-        for rule, words in RULES.items():
-            cells = {
-                s.panel: by_seed
-                for s, by_seed in here.items()
-                if s.method == method and (s.exponent, s.maturity) == rule
-            }
-            if cells:
-                shown = [_accuracy_and_churn(cells.get(panel, {})) for panel in panels]
-                words = words if method != "backprop" else ""
-                seeds = sorted({len(by_seed) for by_seed in cells.values()})
-                counted = "–".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-                table.rows.append([Cell(paper.method_label(method)), Cell(words), *shown, Cell(counted)])
+        for rule in (None, *rules_at(here)):
+            for setting, by_seed in here.items():
+                if setting.method == method and rule == (Rule.of(setting) if setting.resets else None):
+                    rows.setdefault((method, rule), {})[setting.panel] = by_seed
+    for (method, rule), cells in rows.items():
+        counts = sorted({len(by_seed) for by_seed in cells.values()})
+        counted = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        named = Cell(paper.method_label(method)), Cell(rule.words if rule else "")
+        shown = [_accuracy_and_churn(cells.get(panel, {})) for panel in panels]
+        table.rows.append([*named, *shown, Cell(counted)])
     return table
 
 
@@ -78,14 +71,10 @@ def by_rule(found: Results) -> Table:
         "have two seeds or more, on the seeds that these have in common; it names the networks where they are not all.",
         ["Stream", "Rule", "Maturity", "Rate", *map(tables.panel_label, panels), "All"],
     )
-    rules = dict.fromkeys(
-        (s.stream, s.exponent, s.maturity, s.rate)
-        for s in found
-        if s.resets and s != _papers(s) and s.method != "random"
-    )
-    for rule in sorted(rules, key=lambda rule: (rule[0], -rule[3], rule[1:3])):
-        stream, exponent, maturity, rate = rule
-        gains = {panel: _gains(found, panel, rule) for panel in panels}
+    rules = {(s.stream, Rule.of(s)) for s in found if s.resets and s != papers(s) and s.method != "random"}
+    for stream, rule in sorted(rules, key=lambda found: (found[0], -found[1].rate, found[1])):
+        exponent, maturity, rate = rule
+        gains = {panel: _gains(found, stream, panel, rule) for panel in panels}
         whole = [panel for panel in panels if len(gains[panel]) >= 2]
         if not whole:
             continue
@@ -103,21 +92,15 @@ def by_rule(found: Results) -> Table:
     return table
 
 
-def _gains(found: Results, panel: Panel, rule: tuple[str, float, int, float]) -> dict[int, float]:
+def _gains(found: Results, stream: str, panel: Panel, rule: Rule) -> dict[int, float]:
     """By seed, the mean over the utilities. A seed that not all of them have would compare utilities, not rules."""
-    by_utility = []
-    for setting in found:
-        if (setting.panel, setting.stream, *setting[3:]) == (panel, *rule) and setting.method != "random":
-            ours, theirs = reported(found[setting]), reported(found.get(_papers(setting), {}))
-            common = ours.keys() & theirs.keys()
-            by_utility.append({seed: ours[seed].accuracy - theirs[seed].accuracy for seed in common})
+    by_utility = [
+        paired_gains(found, setting)
+        for setting in found
+        if (setting.stream, setting.panel, Rule.of(setting)) == (stream, panel, rule) and setting.method != "random"
+    ]
     seeds = set.intersection(*map(set, by_utility)) if by_utility else set()
     return {seed: fmean(gains[seed] for gains in by_utility) for seed in sorted(seeds)}
-
-
-def _papers(setting: Setting) -> Setting:
-    """The same with the paper's rule."""
-    return setting._replace(exponent=0.0, maturity=PAPER_MATURITY)
 
 
 def _panels(found: Results) -> list[Panel]:
@@ -171,7 +154,7 @@ def against_paper(found: Results) -> Table:
         "age-against-paper",
         "Ranked by age, or a longer maturity, against the paper's rule",
         found,
-        [(setting, _papers(setting)) for setting in found if setting.resets and setting != _papers(setting)],
+        [(setting, papers(setting)) for setting in found if setting.resets and setting != papers(setting)],
         lambda ours, theirs: f"{ours.rule}, maturity {ours.maturity}, rate {ours.rate:g}",
     )
 
@@ -210,11 +193,10 @@ def _paired(
         ["Stream", "Network", "Utility", "What", "Difference", "Pairs", "Verdict"],
     )
     for ours, theirs in pairs:
-        a, b = reported(found.get(ours, {})), reported(found.get(theirs, {}))
-        seeds = sorted(a.keys() & b.keys())
+        seeds = paired_gains(found, ours, theirs)
         if len(seeds) < 2:
             continue
-        change = numbers.paired([a[seed].accuracy for seed in seeds], [b[seed].accuracy for seed in seeds])
+        change = interval(seeds.values())
         verdict = "better" if change.low > 0 else "worse" if change.high < 0 else "undecided"
         mark = {"better": "good", "worse": "bad"}.get(verdict, "unknown")
         what = [*_words(ours)[:3], words(ours, theirs), tables.points(change), str(len(seeds))]
