@@ -26,7 +26,7 @@ from gxd.processes import Processes
 from gxd.score.scorer import Scorer
 from gxd.score.state import UnitState
 from gxd.sharded import reshard, sharded_modules
-from gxd.steps import after_steps, before_steps, is_nested, stepping, was_skipped
+from gxd.steps import after_steps, before_steps, is_nested, stepping, take_away, was_skipped
 
 OnReset = Callable[[Mapping[str, Tensor]], object]
 Listener = Callable[[Sequence[UnitsReset]], object]
@@ -82,6 +82,7 @@ class Acting:
         self.plan = plan if plan is not None else UnitPlan(())
         processes = Processes(process_group)
         self._paused = self._evaluating = 0
+        self._in_hook = False  # of the optimizer: its hooks are being called, one after the other
         self._hooks: list[Any] = []
         self._outputs: list[OutputObserver] = []
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
@@ -139,7 +140,7 @@ class Acting:
             if part.scorer is not None:
                 part.scorer.observer.close()
         for hook in (*self._hooks, *self._outputs):
-            hook.remove()
+            take_away(hook, self._in_hook)
         self._hooks, self._outputs = [], []
 
     @property
@@ -180,7 +181,11 @@ class Acting:
         if was_skipped(optimizer):
             self.discard()
         else:
-            self.stepped()
+            self._in_hook = True
+            try:
+                self.stepped()
+            finally:
+                self._in_hook = False
 
     @torch.no_grad()
     def stepped(self) -> None:

@@ -360,7 +360,7 @@ class Attachment(Acting):
         state = {name: value for name, value in vars(self).items() if name not in ("_hooks", "_listeners")}
         vars(copied).update(copy.deepcopy(state, memo))
         copied._hooks, copied._listeners = [], OrderedDict()
-        copied._paused = 0  # nobody would ever leave the context for it
+        copied._paused, copied._in_hook = 0, False  # nobody would ever leave the context for it
         copied._switch()
         if self._hooks:  # torch copies an optimizer without its hooks
             copied._hook()

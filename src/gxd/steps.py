@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gxd.reset.optimizers import directly_inside
 
@@ -75,6 +76,21 @@ def before_steps(optimizer: Any, function: Callable[[Any], None]) -> list[Any]:
     optimizer = stepping(optimizer)
     made = [] if _has_hooks(optimizer) else [_Hooked(optimizer)]
     return [optimizer.register_step_pre_hook(before), *made]
+
+
+def take_away(hook: Any, in_hook: bool) -> None:
+    """Remove a hook. Torch fails if one goes while it calls them, as when ``on_reset`` closes the attachment: then
+    something that does nothing takes its place.
+    """
+    hooks = hook.hooks_dict_ref() if in_hook and isinstance(hook, RemovableHandle) else None
+    if hooks is None:
+        hook.remove()
+    elif hook.id in hooks:
+        hooks[hook.id] = _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _has_hooks(optimizer: Any) -> bool:

@@ -429,3 +429,18 @@ def test_closing_removes_every_hook(by: str):
     assert not cbp.ages()["embed"].any()
     with pytest.raises(gxd.ObservationError, match="close"):
         cbp.observe(model(x), y)
+
+
+def test_closing_while_a_reset_is_told_of_leaves_the_step_and_its_other_hooks_alone():
+    torch.manual_seed(0)
+    model, data, called = mlp(), batches(4), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    cbp = attach(
+        model, optimizer, replacement_rate=1.0, maturity=0, on_reset=lambda _: (called.append("reset"), cbp.close())
+    )
+    optimizer.register_step_post_hook(lambda *_: called.append("another's"))
+    train(model, optimizer, cbp, data[:1])
+    assert called == ["reset", "another's"] and cbp.closed and not hooks_of(model)
+    train(model, optimizer, None, data[1:])
+    assert called == ["reset", *["another's"] * 4]
+    assert all(int(ages.max()) == 0 for ages in cbp.ages().values())
