@@ -13,10 +13,10 @@ from gxd.lab.report import page, style
 from gxd.lab.report.page import Block, Section, Shown
 from gxd.lab.report.tables import Table
 
-NAMED = (BASE, FRESH, "gxd", "gxd_age", "contribution")
+NAMED = (BASE, FRESH, "gxd", "gxd_age", "gxd_mature", "contribution")
 """Always labelled in the curves, beside the best; all others are thin lines."""
 BEST = 3
-ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7"}
+ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7", "gxd_mature": "#2fa4d9"}
 OTHERS = ("#d55e00", "#cc6699", "#a6761d")
 
 

@@ -166,11 +166,11 @@ def read_objections(out: Path) -> dict[str, dict[str, str]]:
 def collect(chosen: Iterable[Place], out: Path, known: Records | None = None) -> Records:
     """The records of all runs of these places: from their directories, else what is known of them."""
     failures, records = read_failures(out), Records()
-    for place in chosen:
-        records |= gather(place.trials(), out, failures, known)
+    for place in chosen:  # a run that entries share has the name of the first of them
+        records |= gather(place.trials(), out, failures, known) | records
         values = place.best(records)
         if values is not None:
-            records |= gather(place.reports(values), out, failures, known)
+            records |= gather(place.reports(values), out, failures, known) | records
     return records
 
 
