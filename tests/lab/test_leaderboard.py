@@ -19,12 +19,15 @@ import gxd
 from gxd.lab import methods, workers
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import slow_regression
+from gxd.lab.leaderboard import board as board_module
 from gxd.lab.leaderboard import cli, command, work
-from gxd.lab.leaderboard.board import average_ranks
+from gxd.lab.leaderboard.board import Row, Standing, average_ranks
 from gxd.lab.leaderboard.entries import Entry, entries
+from gxd.lab.leaderboard.output import ranks_table
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol, Track
 from gxd.lab.leaderboard.timing import time_ratios
 from gxd.lab.progress import Board
+from gxd.lab.report.tables import Cell
 from gxd.methods import registry
 
 DIGITS = {"tasks": 20, "epochs": 1, "batch_size": 720, "width": 8, "depth": 1}
@@ -191,6 +194,23 @@ def test_the_numbers_are_those_of_a_naive_computation(done):
     gain = stats.ttest_rel(reached["gxd"], reached["backprop"]).confidence_interval(0.95)
     row = rows(done)["digits", "gxd"]
     assert (float(row["gain_low"]), float(row["gain_high"])) == pytest.approx(tuple(gain), abs=1e-4)
+
+
+def test_the_ranks_have_the_gain_and_the_rank_on_every_stream_marked_where_the_interval_leaves_zero_out():
+    digits, regression = SMALL.tracks
+    rows = (
+        Row("digits", "a", rank=1.0, gain=0.0271, gain_low=0.01, gain_high=0.04),
+        Row("digits", "b", rank=2.5, gain=-0.05, gain_low=-0.06, gain_high=-0.04),
+        Row("regression", "a", rank=2.0, gain=-0.0042, gain_low=-0.1, gain_high=0.1),
+        Row("regression", "b", note="not on this stream: it has no boundaries"),
+    )
+    standings = (Standing("a", 2, 1.5, 1.0, 2.0, 2.0, 1, 0), Standing("b", 1, 2.5, 2.0, 3.0, 2.5, 0, 1))
+    table = ranks_table(board_module.Board((digits, regression), rows, {}, standings))
+    assert table.columns[3:5] == ["digits", "regression"]
+    assert [row[3:5] for row in table.rows] == [
+        [Cell("+2.7", "rank 1", "good"), Cell("-0.004", "rank 2")],
+        [Cell("-5.0", "rank 2.5", "bad"), Cell("–")],
+    ]
 
 
 def test_of_a_regression_the_lowest_loss_is_the_best(done):

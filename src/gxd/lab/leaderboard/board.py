@@ -122,7 +122,8 @@ class Board:
             open_ = [row.method for row in self.rows if row.stream == track.name and row.note.startswith("missing")]
             if open_:
                 named = f" ({', '.join(open_)})" if len(open_) <= NAMED else ""
-                lines.append(f"{track.name}: {len(open_)} entries are not complete{named}")
+                many = "1 entry is" if len(open_) == 1 else f"{len(open_)} entries are"
+                lines.append(f"{track.name}: {many} not complete{named}")
         return lines
 
 

@@ -65,18 +65,30 @@ def markdown(board: Board, protocol: Protocol) -> str:
 
 
 def ranks_table(board: Board) -> Table:
-    """Ranks over all streams."""
-    columns = ["method", "streams", "mean rank", "95 % interval", "worst", "better than backprop", "worse"]
+    """Ranks over all streams, and the gain on each."""
+    columns = ["method", "mean rank", "95 % interval", *(track.name for track in board.tracks)]
+    columns += ["worst rank", "better than backprop", "worse", "streams"]
     caption = (
         "The mean of the ranks on the streams that an entry is complete on (1 is the best), with an interval by "
-        "resampling the seeds; and on how many streams the 95 % interval of its gain over backprop is above or below 0."
+        "resampling the seeds. Then its gain over backprop on each stream, in points of accuracy or in loss, and its "
+        "rank; and on how many streams the 95 % interval of the gain is above or below 0."
     )
+    rows = {(row.stream, row.method): row for row in board.rows}
     made = Table("ranks", "Ranks over all streams", caption, columns)
     for one in board.standings:
-        interval = f"{one.low:.1f} to {one.high:.1f}"
-        words = [one.method, str(one.streams), f"{one.mean_rank:.1f}", interval, f"{one.worst:g}"]
-        made.rows.append([Cell(word) for word in [*words, str(one.better), str(one.worse)]])
+        words = [one.method, f"{one.mean_rank:.1f}", f"{one.low:.1f} to {one.high:.1f}"]
+        gains = [_gain_and_rank(rows.get((track.name, one.method)), track) for track in board.tracks]
+        counts = [f"{one.worst:g}", str(one.better), str(one.worse), str(one.streams)]
+        made.rows.append([*map(Cell, words), *gains, *map(Cell, counts)])
     return made
+
+
+def _gain_and_rank(row: Row | None, track: Track) -> Cell:
+    if row is None or row.gain is None or row.gain_low is None or row.gain_high is None or row.rank is None:
+        return Cell(NONE)
+    mark = "good" if row.gain_low > 0 else "bad" if row.gain_high < 0 else ""
+    text = f"{100 * row.gain:+.1f}" if track.kind.classifies else f"{row.gain:+.3f}"
+    return Cell(text, f"rank {row.rank:g}", mark)
 
 
 def stream_table(board: Board, track: Track) -> Table:
