@@ -107,7 +107,6 @@ GRIDS: dict[str, tuple[Setting, ...]] = {
 }
 """Registered method -> its own settings, around the values of its paper; a method that is not here has its defaults."""
 RATES = _each("rate", 1e-4, 1e-3, 1e-2)
-MATURE = tuple({**setting, "maturity": round(1 / setting["rate"])} for setting in RATES)
 NEEDS = {"nap": {"layer_norm": True}}
 """Registered method -> fields without which it cannot be."""
 UTILITIES = {
@@ -131,7 +130,7 @@ def entries(grids: Mapping[str, Sequence[Setting]] | None = None) -> dict[str, E
     found += [Entry(name, about, name, RATES) for name, about in UTILITIES.items()]
     by_age = {"options": {"ranking": "age"}}
     found.append(Entry("gxd_age", "continual backprop by GXD, ranked by age", "gxd", RATES, by_age))
-    found.append(Entry("gxd_mature", "continual backprop by GXD, maturity = 1 / rate", "gxd", MATURE))
+    found.append(Entry("gxd_mature", "continual backprop by GXD, maturity 1000", "gxd", RATES, {"maturity": 1000}))
     for name, info in gxd.methods().items():
         if name != "continual_backprop":
             grid = {**GRIDS, **(grids or {})}.get(name, DEFAULTS)
