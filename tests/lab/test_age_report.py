@@ -284,8 +284,9 @@ def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(
     for rate, many in utilities.items():
         here = [options for (*_, maturity, each), options in ranked.items() if (maturity, each) == (100, rate)]
         assert sum(options == rules for options in here) == many * networks
-        longer = [key for key in ranked if key[-2:] == (round(1 / rate), rate)]
-        assert len(longer) == (many + 1) * networks  # and random
+        for maturity in {1000, round(1 / rate)}:
+            longer = [key for key in ranked if key[-2:] == (maturity, rate) and key[0] != "random"]
+            assert len(longer) == many * networks
     assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}
 
 
