@@ -54,7 +54,8 @@ def injectable(model: Model, head: str, *, seed: int = 0) -> Model:
 
     Args:
         model: changed in place, and returned.
-        head: the name of the module; it returns a tensor, and draws no random numbers.
+        head: the name of the module; it returns a tensor, and draws no random numbers. Name one with a hidden layer,
+            as in the paper: of a single linear layer the sum is linear, too, and trains like the layer itself.
         seed: of the fresh weights.
 
     Example::
