@@ -76,7 +76,7 @@ def test_the_block_runs(page: str, number: int):
 
 
 def test_the_loop_of_the_readme_resets_units_and_can_be_resumed(tmp_path: Path):
-    code = blocks("README.md")[0].replace("replacement_rate=1e-3, maturity=1000", "replacement_rate=0.1, maturity=1")
+    code = blocks("README.md")[0].replace("replacement_rate=1e-3", "replacement_rate=0.1, maturity=1")
     assert run("README.md", code, names())["cbp"].total_resets > 0
     assert torch.load(tmp_path / "gxd.pt", weights_only=True)["version"] >= 3
 

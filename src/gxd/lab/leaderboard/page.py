@@ -48,7 +48,7 @@ def _curves(board: Board, track: Track, name: str) -> Shown | None:
         figure = style.new_figure(8.6, 3.6)
         axes = figure.add_subplot()
         scale = 100 if track.kind.classifies else 1
-        labels = []
+        labels, seen = [], []
         for scores in sorted(drawn, key=lambda scores: _is_named(scores, best)):
             points = [scale * value for value in scores.curve]
             tasks = [(i + 1) * track.config({}, 0).tasks / len(points) for i in range(len(points))]
@@ -56,16 +56,20 @@ def _curves(board: Board, track: Track, name: str) -> Shown | None:
                 colour = _colour(scores, best)
                 axes.plot(tasks, points, color=colour, linestyle="--" if scores.row.method == FRESH else "-")
                 labels.append(style.Label(tasks[-1], points[-1], scores.row.method, colour))
+                seen += points
             else:
                 axes.plot(tasks, points, color=style.MUTED, linewidth=0.5, alpha=0.45)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("tasks")
         axes.set_ylabel("online accuracy, %" if track.kind.classifies else track.metric)
-        if not track.kind.classifies:
-            axes.set_yscale("log")
+        margin = 0.06 * (max(seen) - min(seen)) or scale  # one entry at chance would press all others together
+        axes.set_ylim(min(seen) - margin, max(seen) + margin)
         style.label_ends(axes, labels, room=3.0)
         vector = style.svg(figure, name)
-    caption = "Mean over the seeds. Thin lines: all other entries. Dashed: a fresh network for every task."
+    caption = (
+        "Mean over the seeds. Thin lines: all other entries, as far as they are within the range of these. Dashed: a "
+        "fresh network for every task."
+    )
     alt = f"Learning curves of {len(drawn)} entries on {track.name}"
     return Shown(name, "Learning curves", caption, [], [], Markup(style.inline(vector, name, alt)))
 
