@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from gxd.lab.report import numbers, paper, style, tables
 from gxd.lab.report.age_results import Results, Rule, at_rate, interval, paired_gains, papers, rules_at
-from gxd.lab.report.evidence import Panel, panel_order
+from gxd.lab.report.evidence import panel_order
 from gxd.lab.report.figures import Picture
 
 
@@ -46,7 +46,7 @@ def picture(found: Results, stream: str, rate: float) -> Picture:
             _gains(above, mine, methods, marks)
             _ages(below, mine, methods, marks)
             above.set_title(f"{tables.panel_label(panel)}\n", pad=6)
-            text = _levels(mine, panel)
+            text = _levels(mine)
             above.text(0, 1.02, text, transform=above.transAxes, color=style.MUTED, fontsize=8, va="bottom")
         for axes in grid[:, 0]:
             axes.set_yticks(range(len(methods)), [paper.method_label(method) for method in methods])
@@ -126,7 +126,7 @@ def _rows(axes: Axes) -> None:
     axes.grid(visible=True, axis="x")
 
 
-def _levels(here: Results, panel: Panel) -> str:
+def _levels(here: Results) -> str:
     """Where the gains start from: what backprop and GXD come to with the paper's rule."""
     said = []
     for method in ("backprop", "gxd"):

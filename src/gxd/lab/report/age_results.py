@@ -29,6 +29,11 @@ RANKINGS = {
 }  # dividing by E[u | age] ** 0 is absolute
 
 
+def ranking(exponent: float) -> str:
+    """In words."""
+    return RANKINGS.get(exponent, f"age, exponent {exponent:g}")
+
+
 class Setting(NamedTuple):
     """One cell of the grid; the exponent is 0 where the ranking is absolute."""
 
@@ -47,7 +52,7 @@ class Setting(NamedTuple):
     @property
     def rule(self) -> str:
         """How units are ranked, in words."""
-        return RANKINGS.get(self.exponent, f"age, exponent {self.exponent:g}") if self.resets else ""
+        return ranking(self.exponent) if self.resets else ""
 
     @property
     def c(self) -> float:
@@ -76,7 +81,7 @@ class Rule(NamedTuple):
     def words(self) -> str:
         """In a few words."""
         if self.exponent:
-            return RANKINGS.get(self.exponent, f"age, exponent {self.exponent:g}")
+            return ranking(self.exponent)
         return "paper's" if self.is_papers else f"maturity {self.maturity} = {self.maturity * self.rate:g} / rate"
 
 

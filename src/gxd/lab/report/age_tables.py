@@ -21,6 +21,7 @@ from gxd.lab.report.age_results import (
     interval,
     paired_gains,
     papers,
+    ranking,
     reported,
     rules_at,
 )
@@ -81,7 +82,7 @@ def by_rule(found: Results) -> Table:
         common = sorted(set.intersection(*(set(gains[panel]) for panel in whole)))
         over_all = [fmean(gains[panel][seed] for panel in whole) for seed in common]
         named = "" if whole == panels else f"{', '.join(map(tables.panel_label, whole))}; "
-        words = [paper.EXPERIMENTS.get(stream, stream), RANKINGS.get(exponent, f"age, exponent {exponent:g}")]
+        words = [paper.EXPERIMENTS.get(stream, stream), ranking(exponent)]
         cells = [*(_gain(list(gains[panel].values())) for panel in panels), _gain(over_all, named)]
         table.rows.append([*(Cell(text) for text in (*words, str(maturity), f"{rate:g}")), *cells])
         for panel, values in [*((panel, list(gains[panel].values())) for panel in panels), (("all", False), over_all)]:
