@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,20 +18,22 @@ from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
 from gxd.lab.grid import SWEEPS, load
 from gxd.lab.report import age, age_figure, age_tables, digest
-from gxd.lab.report.age_results import CHOOSING, Result, Setting
+from gxd.lab.report.age_results import CHOOSING, Result, Setting, Stream
 from gxd.lab.report.age_results import results as by_setting
 
 BY_AGE = {"ranking": "age", "exponent": 1.0}
 TASKS = 16  # an eighth of it is two tasks
+DIGITS = Stream("permuted-digits", TASKS)
 
 
 def write(root: Path, accuracy: float, *, stream: str = "permuted-digits", status: str = "done", **values: Any) -> None:
-    """A run that learns nothing for 14 tasks, and the last two with ``accuracy`` on average."""
+    """A run that learns nothing but the last eighth of its tasks, those with ``accuracy`` on average."""
     settings = {"tasks": TASKS, "activation": "tanh", "rate": 1e-3, **values}
     config = experiment(stream).from_dict(settings).resolved()
     directory = config.run_directory(root)
     directory.mkdir(parents=True)
-    curve = [0.1] * (TASKS - 2) + [accuracy - 0.01, accuracy + 0.01]
+    last = config.tasks // 8
+    curve = [0.1] * (config.tasks - last) + [accuracy - 0.01, accuracy + 0.01] * (last // 2)
     resets = config.method != "backprop"
     lines = [
         {
@@ -136,7 +139,7 @@ def test_a_rule_gains_the_mean_over_utilities_and_networks_seed_by_seed_and_rand
 
 
 def tiny(panel: str, method: str, exponent: float, by_seed: dict[int, float]) -> dict[Setting, dict[int, Result]]:
-    setting = Setting("permuted-digits", (panel, False), method, exponent, 100, 1e-3)
+    setting = Setting(DIGITS, (panel, False), method, exponent, 100, 1e-3)
     return {setting: {seed: Result(accuracy, 0.5, 100.0, False) for seed, accuracy in by_seed.items()}}
 
 
@@ -176,7 +179,7 @@ def test_the_overview_has_a_row_for_every_utility_and_rule_and_a_column_for_ever
         write(tmp_path, value - 0.2, method="backprop", seed=seed)
     write(tmp_path, 0.7, method="gxd", seed=0, activation="relu", options=BY_AGE)
     write(tmp_path, 0.1, method="gxd", seed=0, rate=1e-4)  # of another rate
-    table = age_tables.overview(results(tmp_path), "permuted-digits", 1e-3)
+    table = age_tables.overview(results(tmp_path), DIGITS, 1e-3)
     assert table.columns == ["Utility", "Rule", "ReLU", "tanh", "Seeds"]
     assert [[(cell.text, cell.note) for cell in row[1:4]] for row in table.rows] == [
         [("", ""), ("–", ""), ("65.0 ± 63.5", "")],
@@ -204,7 +207,7 @@ def test_the_page_has_a_figure_of_each_stream_and_rate_and_the_tables_and_needs_
     write(tmp_path / "runs", 0.9, method="gxd", rate=1e-4, seed=0)
     text = age.write([tmp_path / "runs"], tmp_path / "out").read_text()
     pictures = {file.name for file in (tmp_path / "out").glob("*.png")}
-    digits, mnist = "age-permuted-digits-rate", "age-permuted-mnist-small-rate"
+    digits, mnist = "age-permuted-digits-16-tasks-rate", "age-permuted-mnist-small-16-tasks-rate"
     assert pictures == {f"{digits}-0.001.png", f"{digits}-0.0001.png", f"{mnist}-0.001.png"}
     assert (tmp_path / "out" / "age-settings.csv").read_text().count("\n") == 9
     assert "14 runs, 0.1 hours" in text and not re.search(r'(src|href)="(https?:)?//', text)
@@ -227,8 +230,8 @@ def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
 def test_the_figure_has_a_mark_for_every_rule() -> None:
     here = {s: Result(0.8 + s / 100, 0.5, 100.0, False) for s in (0, 1)}
     rules = [(0.0, 100), (0.25, 100), (0.5, 100), (1.0, 100), (0.0, 1000), (0.0, 500)]
-    found = {Setting("permuted-digits", ("relu", False), "gxd", *rule, 1e-3): here for rule in rules}
-    figure = age_figure.picture(found, "permuted-digits", 1e-3).drawn
+    found = {Setting(DIGITS, ("relu", False), "gxd", *rule, 1e-3): here for rule in rules}
+    figure = age_figure.picture(found, DIGITS, 1e-3).drawn
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words[0] == "paper's" and {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
     marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
@@ -239,14 +242,14 @@ def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the
     def of(*accuracies: float) -> dict[int, Result]:
         return {seed: Result(value, 0.5, 200.0, False) for seed, value in enumerate(accuracies)}
 
-    setting = Setting("permuted-digits", ("tanh", False), "gxd", 0.0, 100, 1e-3)
+    setting = Setting(DIGITS, ("tanh", False), "gxd", 0.0, 100, 1e-3)
     found = {
         setting: of(0.60, 0.70),
         setting._replace(maturity=1000): of(0.65, 0.79, 0.99),  # the last has no pair
         setting._replace(maturity=1000, rate=1e-4): of(0.1, 0.1),  # of another rate
         setting._replace(method="backprop", rate=0.0): of(0.50, 0.52),
     }
-    above, below = age_figure.picture(found, "permuted-digits", 1e-3).drawn.axes
+    above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
     (gain,) = [line for line in above.lines if line.get_marker() == "^"]
     assert gain.get_xdata()[0] == pytest.approx(7.0)
     assert "Backprop 51.0 · GXD 65.0 %" in [text.get_text() for text in above.texts]
@@ -258,6 +261,14 @@ def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> 
     write(tmp_path, 0.9, method="gxd", seed=1, lr=0.05)
     with pytest.raises(UserError, match="learning rates"):
         results(tmp_path)
+
+
+def test_runs_of_two_lengths_are_two_streams(tmp_path: Path) -> None:
+    for seed, tasks in product((0, 1), (TASKS, 2 * TASKS)):
+        write(tmp_path, 0.5 + tasks / 100, method="gxd", seed=seed, tasks=tasks)
+    table = age_tables.settings_table(results(tmp_path))
+    assert [row[0].text for row in table.rows] == ["Permuted digits, 16 tasks", "Permuted digits, 32 tasks"]
+    assert [(record["tasks"], float(record["accuracy"])) for record in table.records] == [(16, 0.66), (32, 0.82)]
 
 
 def test_a_study_that_has_only_begun_is_told_so(tmp_path: Path) -> None:
@@ -288,6 +299,20 @@ def test_the_sweeps_of_the_study_hold_every_pair_that_is_compared(
             longer = [key for key in ranked if key[-2:] == (maturity, rate) and key[0] != "random"]
             assert len(longer) == many * networks
     assert {seed >= CHOOSING for seed in sweep.seeds} == {True, False}
+
+
+def test_the_long_sweep_asks_the_question_of_the_short_one_about_the_same_runs_but_for_their_length() -> None:
+    short, long = (load(SWEEPS / f"{name}.toml") for name in ("age-mnist", "age-mnist-long"))
+    assert f" {len(long.runs())} runs" in (SWEEPS / "age-mnist-long.toml").read_text()
+    settings = [{by_key(one.config(cell, 0), tasks=1) for cell in one.cells} for one in (short, long)]
+    assert settings[1] < settings[0]
+    ours = [long.config(cell, 0) for cell in long.cells]
+    by_age = [config for config in ours if config.options]
+    assert len(by_age) == 2 * 3 * 2 and all(replace(config, options=()) in ours for config in by_age)
+
+
+def by_key(config: Any, **changes: Any) -> str:
+    return str(replace(config, **changes).resolved().key())
 
 
 def test_the_digest_alone_makes_the_same_page_and_goes_together_with_new_runs(tmp_path: Path) -> None:

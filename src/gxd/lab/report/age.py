@@ -1,7 +1,8 @@
 """The page of the age study: is newborn churn what makes utilities fail, and which rule mends it?
 
-``python -m gxd.lab.report.age RUNS... --out docs/age`` reads the runs of the sweeps ``age-digits`` and
-``age-mnist``, as far as they are, and writes ``index.html``, a figure per stream, and the tables.
+``python -m gxd.lab.report.age RUNS... --out docs/age`` reads the runs of the sweeps ``age-digits``,
+``age-mnist`` and ``age-mnist-long``, as far as they are, and writes ``index.html``, a figure per stream and rate, and
+the tables.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Options:
     """The tables and the figure of the age study, from its runs as far as they are."""
 
     directories: tyro.conf.Positional[tuple[Path, ...]]
-    """Where the runs of the two sweeps are, or results/age, the digest of ours."""
+    """Where the runs of the sweeps are, or results/age, the digest of ours."""
     out: Path = Path("age-report")
     """Where the page, the figures and the tables go."""
 

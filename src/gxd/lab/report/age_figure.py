@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from gxd.lab.report import numbers, paper, style, tables
-from gxd.lab.report.age_results import Results, Rule, at_rate, interval, paired_gains, papers, rules_at
+from gxd.lab.report.age_results import Results, Rule, Stream, at_rate, interval, paired_gains, papers, rules_at
 from gxd.lab.report.evidence import panel_order
 from gxd.lab.report.figures import Picture
 
@@ -31,7 +31,7 @@ MATURITY = (Mark("^", "#b3123b"), Mark("v", "#e58aa0"), Mark("<", "#cc5577"), Ma
 PAPERS = Mark("o", style.MUTED)
 
 
-def picture(found: Results, stream: str, rate: float) -> Picture:
+def picture(found: Results, stream: Stream, rate: float) -> Picture:
     """Above: what each rule gains over the paper's, utility by utility. Below: the age at which units are reset."""
     here = at_rate(found, stream, rate)
     panels = sorted({setting.panel for setting in here}, key=panel_order)
@@ -56,16 +56,15 @@ def picture(found: Results, stream: str, rate: float) -> Picture:
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
     counts = sorted({len(by_seed) for by_seed in here.values()})
     counted = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    title = paper.EXPERIMENTS.get(stream, stream)
     return Picture(
-        f"age-{stream}-rate-{rate:g}",
-        f"Sparing newborns, {title}, rate {rate:g}",
-        f"{title}, rate {rate:g}, {counted} seed{'s' * (counted != '1')}. Above: points of accuracy over the last "
-        "eighth of the tasks that a rule gains over the paper's with the same utility, seed by seed, with 95 % "
+        f"age-{stream.name}-rate-{rate:g}",
+        f"Sparing newborns, {stream.label}, rate {rate:g}",
+        f"{stream.label}, rate {rate:g}, {counted} seed{'s' * (counted != '1')}. Above: points of accuracy over the "
+        "last eighth of the tasks that a rule gains over the paper's with the same utility, seed by seed, with 95 % "
         "intervals. Below: the median age at which units are reset.",
         figure,
         alt="What each rule gains over the paper's by utility and network, and the age of the units it resets, "
-        f"{title}, rate {rate:g}",
+        f"{stream.label}, rate {rate:g}",
     )
 
 

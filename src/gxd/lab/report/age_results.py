@@ -34,10 +34,27 @@ def ranking(exponent: float) -> str:
     return RANKINGS.get(exponent, f"age, exponent {exponent:g}")
 
 
+class Stream(NamedTuple):
+    """An experiment at a length: what holds after 50 tasks need not hold after 200."""
+
+    experiment: str
+    tasks: int
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.experiment}-{self.tasks}-tasks"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{paper.experiment_label(self.experiment)}, {self.tasks} tasks"
+
+
 class Setting(NamedTuple):
     """One cell of the grid; the exponent is 0 where the ranking is absolute."""
 
-    stream: str
+    stream: Stream
     panel: Panel
     method: str
     exponent: float
@@ -130,8 +147,9 @@ def _read(file: Path) -> Iterable[tuple[Setting, int, Result]]:
     try:
         for line in objects(file.read_bytes()):
             values: list[Any] = [math.nan if line[name] is None else line[name] for name in Result._fields]
-            setting = {name: line[name] for name in Setting._fields}
-            yield Setting(**{**setting, "panel": tuple(setting["panel"])}), int(line["seed"]), Result(*values)
+            tuples = {"stream": Stream(*line["stream"]), "panel": tuple(line["panel"])}
+            setting = Setting(**{name: tuples.get(name, line[name]) for name in Setting._fields})
+            yield setting, int(line["seed"]), Result(*values)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} is damaged ({error}): restore it, or name the directory of the runs") from error
 
@@ -146,8 +164,8 @@ def results(runs: Iterable[Run]) -> dict[Setting, dict[int, Result]]:
         setting = _setting(run)
         if trained.setdefault(setting, run.key) != run.key:
             raise UserError(
-                f"{run.experiment}, {setting.method}, {setting.rule}: there are runs of two networks, lengths or "
-                "learning rates; name the directory of one study"
+                f"{setting.stream.label}, {setting.method}, {setting.rule}: there are runs of two networks or learning "
+                "rates; name the directory of one study"
             )
         found[setting][run.seed] = _result(run)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
@@ -158,7 +176,8 @@ def _setting(run: Run) -> Setting:
     options: Mapping[str, Any] = config.get("options") or {}
     exponent = float(options.get("exponent", 0.5)) if options.get("ranking") == "age" else 0.0
     panel = str(config["activation"]), bool(config.get("layer_norm", False))
-    return Setting(run.experiment, panel, config["method"], exponent, int(config["maturity"]), float(config["rate"]))
+    stream = Stream(run.experiment, run.planned)
+    return Setting(stream, panel, config["method"], exponent, int(config["maturity"]), float(config["rate"]))
 
 
 def _result(run: Run) -> Result:
@@ -181,13 +200,13 @@ def reported(by_seed: Mapping[int, Result]) -> dict[int, Result]:
     return {seed: result for seed, result in by_seed.items() if seed < CHOOSING}
 
 
-def at_rate(found: Results, stream: str, rate: float) -> dict[Setting, dict[int, Result]]:
+def at_rate(found: Results, stream: Stream, rate: float) -> dict[Setting, dict[int, Result]]:
     """The reported runs of a stream at a replacement rate, and those without resets."""
     here = {s: reported(by_seed) for s, by_seed in found.items() if s.stream == stream}
     return {s: by_seed for s, by_seed in here.items() if by_seed and (not s.resets or s.rate == rate)}
 
 
-def rates_of(found: Results, stream: str) -> list[float]:
+def rates_of(found: Results, stream: Stream) -> list[float]:
     """The replacement rates of a stream's reported runs, the highest first."""
     return sorted({s.rate for s, by in found.items() if s.stream == stream and s.resets and reported(by)}, reverse=True)
 

@@ -17,6 +17,7 @@ from gxd.lab.report.age_results import (
     Results,
     Rule,
     Setting,
+    Stream,
     at_rate,
     interval,
     paired_gains,
@@ -29,13 +30,13 @@ from gxd.lab.report.evidence import Panel, panel_order
 from gxd.lab.report.tables import Cell, Table
 
 
-def overview(found: Results, stream: str, rate: float) -> Table:
+def overview(found: Results, stream: Stream, rate: float) -> Table:
     """Every utility with every rule on every network, at one rate."""
     here = at_rate(found, stream, rate)
     panels = sorted({setting.panel for setting in here}, key=panel_order)
     table = Table(
-        f"age-{stream}-rate-{rate:g}",
-        f"Accuracy by utility and rule, {paper.EXPERIMENTS.get(stream, stream)}, rate {rate:g}",
+        f"age-{stream.name}-rate-{rate:g}",
+        f"Accuracy by utility and rule, {stream.label}, rate {rate:g}",
         f"In %, over the last eighth of the tasks: mean ± 95 % interval over seeds, and the churn, in %. Paper's: "
         f"absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
         ["Utility", "Rule", *map(tables.panel_label, panels), "Seeds"],
@@ -82,18 +83,18 @@ def by_rule(found: Results) -> Table:
         common = sorted(set.intersection(*(set(gains[panel]) for panel in whole)))
         over_all = [fmean(gains[panel][seed] for panel in whole) for seed in common]
         named = "" if whole == panels else f"{', '.join(map(tables.panel_label, whole))}; "
-        words = [paper.EXPERIMENTS.get(stream, stream), ranking(exponent)]
+        words = [stream.label, ranking(exponent)]
         cells = [*(_gain(list(gains[panel].values())) for panel in panels), _gain(over_all, named)]
         table.rows.append([*(Cell(text) for text in (*words, str(maturity), f"{rate:g}")), *cells])
         for panel, values in [*((panel, list(gains[panel].values())) for panel in panels), (("all", False), over_all)]:
             if values:
                 settings = {"exponent": exponent, "maturity": maturity, "rate": rate, "seeds": len(values)}
                 network = {"activation": panel[0], "layer_norm": panel[1]}
-                table.records.append({"stream": stream, **network, **settings, **_bounds("gain", interval(values))})
+                table.records.append({**_stream(stream), **network, **settings, **_bounds("gain", interval(values))})
     return table
 
 
-def _gains(found: Results, stream: str, panel: Panel, rule: Rule) -> dict[int, float]:
+def _gains(found: Results, stream: Stream, panel: Panel, rule: Rule) -> dict[int, float]:
     """By seed, the mean over the utilities. A seed that not all of them have would compare utilities, not rules."""
     by_utility = [
         paired_gains(found, setting)
@@ -255,15 +256,18 @@ def chosen_table(found: Results) -> Table:
 
 
 def _words(setting: Setting) -> list[str]:
-    stream = paper.EXPERIMENTS.get(setting.stream, setting.stream)
-    named = [stream, tables.panel_label(setting.panel), paper.method_label(setting.method), setting.rule]
+    named = [setting.stream.label, tables.panel_label(setting.panel), paper.method_label(setting.method), setting.rule]
     return [*named, *([str(setting.maturity), f"{setting.rate:g}"] if setting.resets else ["", ""])]
 
 
 def _record(setting: Setting) -> dict[str, Any]:
     record = setting._asdict()
     activation, layer_norm = record.pop("panel")
-    return {"stream": record.pop("stream"), "activation": activation, "layer_norm": layer_norm, **record}
+    return {**_stream(record.pop("stream")), "activation": activation, "layer_norm": layer_norm, **record}
+
+
+def _stream(stream: Stream) -> dict[str, Any]:
+    return {"stream": stream.experiment, "tasks": stream.tasks}
 
 
 def _bounds(name: str, value: numbers.Interval) -> dict[str, str]:

@@ -55,7 +55,7 @@ def _write(runs: Sequence[digest.Run], groups: dict[str, Group], out: Path) -> N
     table = _table(groups)
     config, seeds = runs[0].config, max(len(group.runs) for group in groups.values())
     setting = (
-        f"{paper.EXPERIMENTS.get(runs[0].experiment, runs[0].experiment)}, "
+        f"{paper.experiment_label(runs[0].experiment)}, "
         f"{tables.panel_label(next(iter(groups.values())).panel)}, learning rate {tables.short(config.get('lr'))}, "
         f"{runs[0].planned} tasks, {seeds} seed{'s' if seeds > 1 else ''} per method"
     )

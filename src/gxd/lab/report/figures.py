@@ -34,7 +34,7 @@ class Picture:
 
 def stream_figures(experiment: str, panels: Panels) -> list[Picture]:
     """Fig. 1, Fig. 3, Fig. 4 left and the appendix' GXI figure, for Permuted MNIST or Permuted digits."""
-    name = paper.EXPERIMENTS.get(experiment, experiment)
+    name = paper.experiment_label(experiment)
     ours = "" if experiment in paper.TASKS else " (ours)"
     leaky, norm, relu = ("leaky_relu", False), ("relu", True), ("relu", False)
     local = ("backprop", "activation", "contribution", "mc_adaptable_contribution", "loss_gradient")
@@ -160,7 +160,7 @@ def diagnostics(experiment: str, panels: Panels) -> Picture:
         figure.legend([drawn[m] for m in order], names, loc="outside right upper", frameon=False, fontsize=8)
     return Picture(
         f"{experiment}-inside",
-        f"Inside the networks, {paper.EXPERIMENTS.get(experiment, experiment)} (ours)",
+        f"Inside the networks, {paper.experiment_label(experiment)} (ours)",
         "Mean over the living seeds, shaded ± SE. Dormant units, ranks and norms are defined in gxd.lab.metrics.",
         figure,
         alt="Dormant units, effective rank, weight norm and bias norm over tasks",

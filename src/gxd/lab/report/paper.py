@@ -171,6 +171,11 @@ def method_label(method: str) -> str:
     return METHODS.get(method, method)
 
 
+def experiment_label(experiment: str) -> str:
+    """The name of an experiment for people: the paper's, if it is the paper's."""
+    return EXPERIMENTS.get(experiment, experiment)
+
+
 def method_name(config: Mapping[str, Any]) -> str:
     """What a run goes by where rankings stand side by side: its method, and whether that ranks units by age."""
     by_age = (config.get("options") or {}).get("ranking") == "age"

@@ -25,7 +25,7 @@ def settings(panels: Panels, columns: Mapping[paper.Column, AssayColumn]) -> lis
     made = []
     for name, by_panel in panels.items():
         configs = [run.config for methods in by_panel.values() for group in methods.values() for run in group.runs]
-        label = paper.EXPERIMENTS.get(name, name)
+        label = paper.experiment_label(name)
         if name in paper.SETTINGS:
             made.append(settings_table(name, f"{label}: settings", paper.SETTINGS[name], configs))
         elif name == "permuted-digits":
@@ -169,7 +169,7 @@ def missing(
         late = [run for run in group.runs if run not in group.settled]
         if late:
             where = ", ".join(f"seed {run.seed} at task {run.tasks} of {run.planned}" for run in late)
-            name = paper.EXPERIMENTS.get(late[0].experiment, late[0].experiment)
+            name = paper.experiment_label(late[0].experiment)
             said.append(f"Not complete, and in no number: {name}, {group.method}, {panel_label(group.panel)}: {where}.")
     for assay in found.assays:
         if assay.status == "diverged":

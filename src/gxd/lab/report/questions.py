@@ -178,7 +178,7 @@ def _question(
         config, experiment = ours.runs[0].config, ours.runs[0].experiment
         method = "" if name == "sketch" else f"{paper.method_label(ours.method)}, "
         rates = f"lr {short(config.get('lr'))}" + ("" if name == "rate" else f", rate {short(config.get('rate'))}")
-        note = f"{_named(experiment)}, {ours.tasks} tasks"
+        note = f"{paper.experiment_label(experiment)}, {ours.tasks} tasks"
         note += "" if name == "compensation" or ours.compensates else ", no compensation"
         one = Comparison([(ours, theirs)])
         unfit = _unfit((ours, theirs))
@@ -211,7 +211,7 @@ def _question(
         where = f"lr {short(lr)}" + ("" if name == "rate" else f", rate {short(share)}")
         together.rows.append(
             [
-                Cell(where, f"{_named(experiment)}, {len(whole.pairs)} settings"),
+                Cell(where, f"{paper.experiment_label(experiment)}, {len(whole.pairs)} settings"),
                 *(_rate(whole.diverged(side)) for side in (0, 1)),
                 Cell(points(whole.gap, 0)),
                 Cell(points(whole.change), whole.counted),
@@ -237,10 +237,6 @@ def _together(pairs: Sequence[tuple[Group, Group]]) -> dict[tuple[str, object, o
         found[run.experiment, run.config.get("lr"), run.config.get("rate")].append(pair)
     order = sorted(found, key=str)
     return {at: Comparison(found[at]) for at in order if len(found[at]) > 1}
-
-
-def _named(experiment: str) -> str:
-    return paper.EXPERIMENTS.get(experiment, experiment)
 
 
 def _rate(counted: tuple[int, int], so_far: str = "") -> Cell:

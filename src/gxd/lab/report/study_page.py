@@ -17,7 +17,7 @@ FEW = 12  # rows of a table that is not folded, and runs that are named
 
 def title(study: Study) -> str:
     """The study in a few words."""
-    kind = paper.EXPERIMENTS.get(study.experiment, study.experiment)
+    kind = paper.experiment_label(study.experiment)
     return kind if study.name in ("", study.experiment) else f"{study.name} ({kind})"
 
 

@@ -242,7 +242,7 @@ def summary(experiment: str, panels: Mapping[Panel, Mapping[str, Group]]) -> Tab
     span = f"{width.pop()}" if len(width) == 1 else "n"
     table = Table(
         f"{experiment}-summary",
-        f"{paper.EXPERIMENTS.get(experiment, experiment)}: the first and the last tasks",
+        f"{paper.experiment_label(experiment)}: the first and the last tasks",
         f"Test accuracy in % (mean ± SE over the living runs), over the first and the last {span} tasks (a quarter "
         "of a run shorter than 150 tasks). A diverged run counts in the last columns only: the rate among all runs "
         "started, with Wilson's 95 % interval, and after how many tasks it happened. Bold: the best of each "
