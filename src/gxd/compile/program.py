@@ -420,8 +420,9 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
     # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
-    # Random numbers as in eager mode, so that dropout is the same in both.
-    options: dict[str, Any] = {"fallback_random": True}
+    # Random numbers as in eager mode, so that dropout is the same in both. And no result in the place of an operand: the
+    # compiler takes the part of a `cat` for a buffer of its own there, and gives its memory away twice.
+    options: dict[str, Any] = {"fallback_random": True, "inplace_buffers": False}
     if any(node.kwargs.get("generator") is not None for node in graph.graph.nodes):
         options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
     elif all(tensor.device.type == "cpu" for tensor in example):
