@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gxd.attachment import Attachment
+from gxd.compile.check import Check
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
-from gxd.part import Part
 from gxd.plan.find import call_arguments
 from gxd.score.scorer import Scorer
 from gxd.score.state import UnitState
@@ -173,10 +174,9 @@ class Program:
         graph, _ = self._trace(self._step, states, inputs, target)
         self.outside = outside_as_inputs(graph)
         self._refuse_own_tensors()
-        with torch.no_grad(), torch.random.fork_rng(), _same_noise(self.watched):
+        with torch.no_grad(), torch.random.fork_rng():
             example = [*chain(*self._parts(states, inputs, target, traced=True)), *self.outside]
             self.function = compile_graph(graph, example)
-            self.function(*[tensor.clone() for tensor in example])  # what cannot be run shall not fail half-way
 
     @torch.no_grad()
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any] | None:
@@ -400,19 +400,22 @@ def _units(units: UnitState, kept: Sequence[Tensor], seen: Tensor | None) -> Uni
     return units._replace(**named, seen=seen, gram=tuple(kept[len(KEPT) :]))  # type: ignore[arg-type]
 
 
-@contextmanager
-def _same_noise(watched: Sequence[tuple[Part, Scorer]]) -> Iterator[None]:
-    """Leave the random numbers of utilities as they are."""
-    states = [scorer.noise.get_state() for _, scorer in watched]
-    try:
-        yield
-    finally:
-        for (_, scorer), state in zip(watched, states, strict=True):
-            scorer.noise.set_state(state)
-
-
 def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a flat graph for arguments like these."""
+    """Compile a flat graph for arguments like these: in the fastest way that gives the graph's own numbers."""
+    check = Check(graph, example)
+    why: Exception = ArithmeticError("the compiler's code computes something else than the model; it was not used")
+    for way in ways(graph, example):
+        try:
+            function = way()
+            if check.agrees(function):
+                return function
+        except Exception as error:  # of another version of the compiler, or of code that cannot be run
+            why = error
+    raise why
+
+
+def ways(graph: GraphModule, example: list[Tensor]) -> Iterator[Callable[[], Callable[..., Sequence[Tensor]]]]:
+    """With rewrites of our own, where they are made for the machine; without."""
     import torch._inductor  # takes a while
 
     from gxd.compile.fuse import Rewrites, quietly
@@ -420,21 +423,20 @@ def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Se
     # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
-    # Random numbers as in eager mode, so that dropout is the same in both. And no result in the place of an operand: the
-    # compiler takes the part of a `cat` for a buffer of its own there, and gives its memory away twice.
+    # Random numbers as in eager mode, so that dropout is the same in both. And no result in the place of an operand:
+    # there the compiler takes a part of a `cat` for a buffer of its own, and gives its memory away twice.
     options: dict[str, Any] = {"fallback_random": True, "inplace_buffers": False}
+
+    def compiled(**more: Any) -> Callable[..., Sequence[Tensor]]:
+        with quietly():
+            return torch._inductor.compile(graph, fake, options={**options, **more})
+
     if any(node.kwargs.get("generator") is not None for node in graph.graph.nodes):
         options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
     elif all(tensor.device.type == "cpu" for tensor in example):
         options["cpp_wrapper"] = True  # the kernels are called from C++ too: a quarter of a small network's time
-        try:
-            with quietly():
-                return torch._inductor.compile(
-                    graph, fake, options={**options, "post_grad_custom_post_pass": Rewrites()}
-                )
-        except Exception:  # of another version of the compiler: then without them
-            pass
-    return torch._inductor.compile(graph, fake, options=options)
+        yield partial(compiled, post_grad_custom_post_pass=Rewrites())
+    yield compiled
 
 
 def logits_of(output: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Compiled code is used only if it gives the numbers of its graph."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import gxd
+from gxd.compile.check import Check
+
+
+def step(weight, x):
+    """Writes to an argument, and returns something."""
+    loss = (x @ weight).square().mean()
+    weight.sub_(0.1 * x.t() @ (x @ weight))
+    return [loss]
+
+
+def arguments(kind=torch.float):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 6, generator=generator).to(kind), torch.randn(16, 8, generator=generator).to(kind)]
+
+
+def check(function=step, example=None):
+    example = example or arguments()
+    return Check(make_fx(function, tracing_mode="fake")(*example), example)
+
+
+@pytest.mark.parametrize("kind", [torch.float, torch.double, torch.bfloat16, torch.half])
+def test_the_same_in_another_order_of_sums_agrees(kind):
+    def backwards(weight, x):
+        wide = weight.double()
+        (loss,) = step(wide, x.flip(0).double())
+        weight.copy_(wide)
+        return [loss.to(kind)]
+
+    example = arguments(kind)
+    held = [tensor.clone() for tensor in example]
+    assert check(example=example).agrees(backwards)
+    assert all(torch.equal(a, b) for a, b in zip(example, held))  # not written to
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0, torch.nan])
+def test_an_update_or_a_result_that_is_off_does_not(share):
+    def one_weight(weight, x):
+        before = weight.clone()
+        result = step(weight, x)
+        weight[2, 3] += share * (weight - before).abs().max()
+        return result
+
+    def the_loss(weight, x):
+        return [step(weight, x)[0] * (1 + share)]
+
+    checked = check()
+    assert checked.agrees(step) and not checked.agrees(one_weight) and not checked.agrees(the_loss)
+
+
+def test_an_argument_that_is_not_to_be_written_to_does_not():
+    def writes(weight, x):
+        result = step(weight, x)
+        x[0, 0] += 1e-3
+        return result
+
+    assert not check().agrees(writes)
+
+
+def test_a_number_that_rounding_decides_is_not_judged():
+    def as_adam(x):
+        gradient = x.sum(0) - x.flip(0).sum(0)  # zero, but for rounding
+        return [gradient / (gradient.abs() + 1e-12), x.mean()]
+
+    def in_double(x):
+        return [value.float() for value in as_adam(x.double())]
+
+    example = [1e3 + torch.randn(1000, 8, generator=torch.Generator().manual_seed(1))]
+    checked = check(as_adam, example)
+    assert checked.agrees(in_double)
+    assert not checked.agrees(lambda x: [as_adam(x)[0], x.mean() + 1])  # the other result is
+
+
+def test_what_is_not_finite_in_the_graph_is_not_judged():
+    def logarithm(x):
+        return [x.log()]
+
+    assert check(logarithm, [torch.tensor([0.0, 1.0, -1.0])]).agrees(lambda x: [torch.tensor([1.0, 0.0, 5.0])])
+
+
+def test_random_numbers_are_drawn_anew_for_every_run_and_generators_are_left_as_they_were():
+    generator = torch.Generator().manual_seed(3)
+
+    def noisy(x):
+        return [x + torch.randn_like(x), torch.rand(4, generator=generator)]
+
+    state, default = generator.get_state(), torch.get_rng_state()
+    assert check(noisy, [torch.ones(4)]).agrees(noisy)
+    assert torch.equal(generator.get_state(), state) and torch.equal(torch.get_rng_state(), default)
+
+
+@pytest.mark.parametrize("errs", ["with the rewrites", "always"])
+def test_a_compiler_that_errs_is_not_believed(monkeypatch, errs):
+    def compile_wrongly(graph, example, options):
+        if errs == "with the rewrites" and "post_grad_custom_post_pass" not in options:
+            return graph
+
+        def wrong(*tensors):
+            results = graph(*tensors)
+            tensors[1].mul_(1.01)  # a bias
+            return results
+
+        return wrong
+
+    monkeypatch.setattr("torch._inductor.compile", compile_wrongly)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, twin))
+    step = gxd.compiled_step(model, optimizer, F.cross_entropy)
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    if errs == "always":
+        with pytest.warns(gxd.CompileWarning, match="the compiler's code computes something else than the model"):
+            step(x, y)
+    else:
+        step(x, y)
+    assert (step.why_eager is None) == (errs == "with the rewrites")
+    F.cross_entropy(twin(x), y).backward()
+    other.step()
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(model.parameters(), twin.parameters()))
