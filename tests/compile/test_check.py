@@ -88,15 +88,45 @@ def test_what_is_not_finite_in_the_graph_is_not_judged():
     assert check(logarithm, [torch.tensor([0.0, 1.0, -1.0])]).agrees(lambda x: [torch.tensor([1.0, 0.0, 5.0])])
 
 
-def test_random_numbers_are_drawn_anew_for_every_run_and_generators_are_left_as_they_were():
+def test_a_graph_that_draws_random_numbers_is_run_but_not_compared_and_generators_are_left_as_they_were():
     generator = torch.Generator().manual_seed(3)
 
     def noisy(x):
         return [x + torch.randn_like(x), torch.rand(4, generator=generator)]
 
     state, default = generator.get_state(), torch.get_rng_state()
-    assert check(noisy, [torch.ones(4)]).agrees(noisy)
+    checked = check(noisy, [torch.ones(4)])
+    assert checked.agrees(lambda x: noisy(x.flip(0)))
     assert torch.equal(generator.get_state(), state) and torch.equal(torch.get_rng_state(), default)
+    with pytest.raises(ZeroDivisionError):
+        checked.agrees(lambda x: 1 / 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_draws_random_numbers_only_with_dropout(dropout):
+    def attention(x):
+        return [F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)]
+
+    checked = check(attention, [torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(0))])
+    assert checked.random == (dropout > 0)
+    assert checked.agrees(lambda x: [x]) == (dropout > 0)
+
+
+def test_a_small_learning_rate_hides_nothing():
+    def slow(weight, x):
+        weight.sub_(1e-6 * x.t() @ (x @ weight))
+        return []
+
+    def slower(weight, x):
+        weight.sub_(0.5e-6 * x.t() @ (x @ weight))
+        return []
+
+    assert check(slow).agrees(slow) and not check(slow).agrees(slower)
+
+
+def test_autocast_around_a_step_that_has_its_casts_in_the_graph_changes_nothing():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check().agrees(step)
 
 
 @pytest.mark.parametrize("errs", ["with the rewrites", "always"])

@@ -17,6 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from gxd.compile.check import draws
+
 aten = torch.ops.aten
 FEW_ROWS = 64  # where a product takes its time to begin with
 MOST_USES = 4  # of a weight: a recurrent layer has hundreds, one after the other
@@ -63,7 +65,7 @@ def add_biases_last(graph: Graph) -> None:
 
 def multiply_at_once(graph: Graph) -> None:
     """Products with the same matrix become one: the gradients of the loss and of the output, in each layer."""
-    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
+    if any(map(draws, graph.nodes)):
         return  # another order would give other random numbers
     products: dict[Any, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
