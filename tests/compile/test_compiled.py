@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gxd
-from gxd.compile import program
+from gxd.compile import inductor, program
 from tests.models import make
 from tests.rig import same
 from tests.zoo import CASES, Case
@@ -23,7 +23,7 @@ STEPS = 200
 @pytest.fixture
 def traced_only(monkeypatch):
     """Leave the compiler out: the graph is run operation by operation."""
-    monkeypatch.setattr(program, "ways", lambda graph, example: [lambda: graph])
+    monkeypatch.setattr(inductor, "ways", lambda graph, example: [lambda: graph])
 
 
 def mlp(width=16, seed=0, dropout=0.0, activation=nn.ReLU):
@@ -408,14 +408,14 @@ def test_what_cannot_be_a_step_is_refused_with_the_remedy():
 
 def test_the_compiled_step_of_a_silu_network_gives_the_numbers_of_the_eager_loop_at_the_first_attempt(monkeypatch):
     # Inductor's in-place buffers once gave the gradient of a bias the memory of another tensor here.
-    tried, ways = [], program.ways
+    tried, ways = [], inductor.ways
 
     def counted(graph, example):
         for way in ways(graph, example):
             tried.append(way)
             yield way
 
-    monkeypatch.setattr(program, "ways", counted)
+    monkeypatch.setattr(inductor, "ways", counted)
     model = mlp(width=64, activation=nn.SiLU)
     Loop(model, batches(40, shape=(16, 12)), lambda p: torch.optim.SGD(p, lr=0.1)).compare()
     assert len(tried) == 1

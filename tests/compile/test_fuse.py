@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gxd.compile import program
+from gxd.compile import inductor
 from gxd.compile.fuse import FEW_ROWS, Rewrites, add_biases_last, multiply_at_once
 
 aten = torch.ops.aten
@@ -146,4 +146,4 @@ def test_a_compiler_that_refuses_the_rewrites_compiles_without_them(monkeypatch)
     monkeypatch.setattr("torch._inductor.compile", refuses)
     x = torch.ones(2)
     graph = make_fx(lambda x: x + 1)(x)
-    assert program.compile_graph(graph, [x]) is graph and tried == [True, False]
+    assert inductor.compile_graph(graph, [x]) is graph and tried == [True, False]

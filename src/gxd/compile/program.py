@@ -6,24 +6,19 @@ autograd. What comes out is a flat graph without hooks, modules and autograd, wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from gxd.attachment import Attachment
-from gxd.compile.check import Check
+from gxd.compile.inductor import compile_graph
+from gxd.compile.recipe import Recipe
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
@@ -44,106 +39,6 @@ class Parts(NamedTuple):
     kept: list[Tensor]  # what is known of the units, for each method that observes them
     noise: list[Tensor]  # that random directions are drawn with
     batch: list[Tensor]
-
-
-class Recipe:
-    """What a step is made of, and where its tensors are found at each call.
-
-    Attributes:
-        foreign: how many of the optimizer's parameters are not the model's.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        update: Update | None,
-        loss: Callable[[Any, Any], Tensor],
-        attached: Attachment | None,
-        score: Callable[[Any, Any], Tensor] | None,
-    ) -> None:
-        self.model, self.optimizer, self.update = model, optimizer, update
-        self.loss, self.attached, self.score = loss, attached, score
-        # A tied parameter has several names, and is one tensor.
-        self.names: dict[str, int] = {}
-        self.places: list[tuple[dict[str, Any], str]] = []
-        known: dict[int, int] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in known:
-                        known[id(tensor)] = len(self.places)
-                        self.places.append((held, key))
-                    self.names[f"{path}.{key}" if path else key] = known[id(tensor)]
-        trained = [[known.get(id(p)) for p in group["params"]] for group in self.groups]
-        self.foreign = sum(n is None for numbers in trained for n in numbers)
-        self.trained = [[n for n in numbers if n is not None] for numbers in trained]  # by parameter group
-        self.rates = [torch.zeros((), dtype=torch.float64) for _ in self.groups]
-        self._numbers = [0.0 for _ in self.groups]  # what they hold, to compare without a tensor
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups, asked for anew: ``load_state_dict`` gives it another list."""
-        return self.optimizer.param_groups
-
-    def same_as(self, other: Recipe) -> bool:
-        """Whether the tensors are found in the same places, and the optimizer trains the same of them."""
-        return (
-            self.names == other.names
-            and all(a[0] is b[0] for a, b in zip(self.places, other.places, strict=True))
-            and (self.trained, self.foreign) == (other.trained, other.foreign)
-        )
-
-    def name(self, number: int) -> str:
-        """A name of a tensor."""
-        return next(name for name, known in self.names.items() if known == number)
-
-    def tensors(self) -> list[Tensor]:
-        """Parameters and buffers."""
-        return [held[key] for held, key in self.places]
-
-    def device(self) -> str:
-        """The type of the device that the model is on."""
-        held, key = self.places[0]
-        return str(held[key].device.type)
-
-    def kept(self) -> list[tuple[int, Sequence[str]]]:
-        """The trained parameters, and the names of what the update keeps of each."""
-        if self.update is None:
-            return []
-        names = [self.update.state(group) for group in self.groups]
-        tensors = self.tensors()
-        found = zip(self.trained, names, strict=True)
-        return [(n, kept) for numbers, kept in found if kept for n in numbers if tensors[n].requires_grad]
-
-    def states(self, kept: Sequence[tuple[int, Sequence[str]]]) -> list[Tensor] | None:
-        """What the update keeps of these parameters; None if the optimizer has not made it yet."""
-        found, known = [], self.optimizer.state
-        for n, names in kept:
-            held, key = self.places[n]
-            state = known.get(held[key], {})
-            for name in names:
-                if not isinstance(state.get(name), Tensor):
-                    return None
-                found.append(state[name])
-        return found
-
-    def settings(self) -> tuple[Any, ...]:
-        """What is compiled in of the optimizer's options."""
-        options: Sequence[str] = self.update.settings if self.update else ()
-        return tuple([tuple([group[name] for name in options]) for group in self.groups])
-
-    def learning_rates(self) -> list[Tensor]:
-        """One for each parameter group, as tensors, so that a schedule need not compile anew."""
-        for number, group in enumerate(self.groups if self.update else []):
-            lr = group["lr"]
-            if isinstance(lr, Tensor):
-                self.rates[number], self._numbers[number] = lr, math.nan
-            elif self._numbers[number] != lr:
-                self.rates[number], self._numbers[number] = torch.tensor(lr, dtype=torch.float64), lr
-        return self.rates
 
 
 class StateMissing(Exception):
@@ -398,45 +293,6 @@ def _units(units: UnitState, kept: Sequence[Tensor], seen: Tensor | None) -> Uni
     """The units with other averages."""
     named = dict(zip(KEPT, kept, strict=False))
     return units._replace(**named, seen=seen, gram=tuple(kept[len(KEPT) :]))  # type: ignore[arg-type]
-
-
-def compile_graph(graph: GraphModule, example: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a flat graph for arguments like these: in the fastest way that gives the graph's own numbers."""
-    check = Check(graph, example)
-    why: Exception = ArithmeticError("the compiler's code computes something else than the model; it was not used")
-    for way in ways(graph, example):
-        try:
-            function = way()
-            if check.agrees(function):
-                return function
-        except Exception as error:  # of another version of the compiler, or of code that cannot be run
-            why = error
-    raise why
-
-
-def ways(graph: GraphModule, example: list[Tensor]) -> Iterator[Callable[[], Callable[..., Sequence[Tensor]]]]:
-    """With rewrites of our own, where they are made for the machine; without."""
-    import torch._inductor  # takes a while
-
-    from gxd.compile.fuse import Rewrites, quietly
-
-    # Inductor keeps what it has compiled, for the next process too, but only of graphs with a shape environment.
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    fake: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
-    # Random numbers as in eager mode, so that dropout is the same in both. And no result in the place of an operand:
-    # there the compiler takes a part of a `cat` for a buffer of its own, and gives its memory away twice.
-    options: dict[str, Any] = {"fallback_random": True, "inplace_buffers": False}
-
-    def compiled(**more: Any) -> Callable[..., Sequence[Tensor]]:
-        with quietly():
-            return torch._inductor.compile(graph, fake, options={**options, **more})
-
-    if any(node.kwargs.get("generator") is not None for node in graph.graph.nodes):
-        options["fx_graph_cache"] = False  # it would bring back the generator that the graph was first compiled with
-    elif all(tensor.device.type == "cpu" for tensor in example):
-        options["cpp_wrapper"] = True  # the kernels are called from C++ too: a quarter of a small network's time
-        yield partial(compiled, post_grad_custom_post_pass=Rewrites())
-    yield compiled
 
 
 def logits_of(output: Any) -> Any:

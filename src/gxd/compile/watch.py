@@ -14,7 +14,7 @@ from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
 
 from gxd.compile.names import PLAIN, Names
-from gxd.compile.program import Recipe
+from gxd.compile.recipe import Recipe
 from gxd.observe.hooks import Hook
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
