@@ -53,8 +53,8 @@ class Check:
         states = [generator.get_state() for generator in self.generators]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
-            for device in {tensor.device.type for tensor in example}:
-                stack.enter_context(torch.autocast(device, enabled=False))  # it is in the graph already
+            for device in filter(torch.amp.is_autocast_available, {tensor.device.type for tensor in example}):
+                stack.enter_context(torch.autocast(device, enabled=False))  # its casts are in the graph already
             for generator, state in zip(self.generators, states, strict=True):
                 stack.callback(generator.set_state, state)
             results = function(*held)
@@ -82,8 +82,8 @@ def _largest(tensor: Tensor, other: Tensor | None = None) -> float:
 def _nudged(tensor: Tensor, eps: float) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    generator = torch.Generator(tensor.device).manual_seed(0)
-    return tensor * (1 + torch.empty_like(tensor).uniform_(-eps, eps, generator=generator))
+    signs = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return tensor * (1 + eps * signs.to(tensor))
 
 
 def _kinds(graph: GraphModule, example: Sequence[Tensor]) -> Iterator[torch.dtype]:
