@@ -25,7 +25,7 @@ class Check:
         self.example = example
         held = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
         self.generators = [value for value in held if isinstance(value, torch.Generator)]
-        # The compiler lays tensors out as it likes, so that dropout strikes other elements: there is no comparing then.
+        # What still draws random numbers by itself (see noise.py) may draw them in another order, or layout.
         self.random = any(map(draws, graph.graph.nodes))
         if self.random:
             return

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gxd.compile.inductor import compile_graph
+from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
@@ -68,10 +69,11 @@ class Program:
             self.drawn = list(zip(noisy, likes, strict=True))
         graph, _ = self._trace(self._step, states, inputs, target)
         self.outside = outside_as_inputs(graph)
+        self.draws = noise_as_inputs(graph)
         self._refuse_own_tensors()
         with torch.no_grad(), torch.random.fork_rng():
-            example = [*chain(*self._parts(states, inputs, target, traced=True)), *self.outside]
-            self.function = compile_graph(graph, example)
+            parts = self._parts(states, inputs, target, traced=True)
+            self.function = compile_graph(graph, [*chain(*parts), *self.outside, *(draw() for draw in self.draws)])
 
     @torch.no_grad()
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any] | None:
@@ -81,7 +83,8 @@ class Program:
             return None
         if self.probabilities:  # out here, for values cannot be looked at in the trace
             check_probabilities(target)
-        results = iter(self.function(*chain(*self._parts(states, inputs, target)), *self.outside))
+        parts = self._parts(states, inputs, target)
+        results = iter(self.function(*chain(*parts), *self.outside, *[draw() for draw in self.draws]))
         loss = next(results)
         if self.one_tensor:
             output = next(results)

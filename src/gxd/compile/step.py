@@ -58,8 +58,8 @@ def compiled_step(
         optimizer.zero_grad()
 
     A batch of a new shape is compiled when it is first seen, which takes seconds. What was compiled is run once beside
-    the operations one by one, and used only if it gives their numbers (a step with dropout cannot be compared). Where
-    that is not possible, a :class:`gxd.CompileWarning` says why, and the step runs eagerly with the same result.
+    the operations one by one, and used only if it gives their numbers. Where that is not possible, a
+    :class:`gxd.CompileWarning` says why, and the step runs eagerly with the same result.
 
     A compiled step keeps what Python has computed, so this is its contract:
 

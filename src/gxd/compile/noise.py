@@ -1,0 +1,62 @@
+"""Random numbers are drawn before the compiled code runs, and given to it.
+
+The compiler lays tensors out as it likes, so that a mask of dropout that it fills itself strikes other elements than in
+the eager loop. And a graph that draws nothing can be compared with what was compiled of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+Draw = Callable[[], Tensor]
+FILLS = (aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default)
+LIKE = (aten.rand_like.default, aten.randn_like.default)  # of a tensor they read the shape alone
+FRESH = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
+
+
+def noise_as_inputs(graph: GraphModule) -> list[Draw]:
+    """Make inputs of the random numbers that a graph draws from the default generator; returns how to draw them."""
+    found: list[Draw] = []
+    nodes = graph.graph.nodes
+    last = [node for node in nodes if node.op == "placeholder"][-1]
+    for node in list(nodes):
+        if not _apart(node):
+            continue
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"noise{len(found)}")
+        last.meta["val"] = node.meta["val"]
+        with graph.graph.inserting_before(node):
+            copy = graph.graph.call_function(aten.clone.default, (last,))  # it may be written to
+        copy.meta["val"] = node.meta["val"]
+        like: Any = node.args[0]
+        value = like.meta["val"]
+        empty = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        found.append(partial(_draw, node.target, empty, node.args[1:], dict(node.kwargs)))
+        node.replace_all_uses_with(copy)
+        graph.graph.erase_node(node)
+        if like.target in FRESH and not like.users:
+            graph.graph.erase_node(like)
+    graph.recompile()
+    return found
+
+
+def _apart(node: Node) -> bool:
+    """Whether random numbers can be drawn before anything else is known."""
+    if node.kwargs.get("generator") is not None:
+        return False
+    if node.target in LIKE:
+        return True
+    like: Any = node.args[0] if node.args else None
+    return node.target in FILLS and like.target in FRESH and len(like.users) == 1  # it was made to be filled
+
+
+def _draw(target: Any, empty: Callable[[], Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    drawn: Tensor = target(empty(), *args, **options)
+    return drawn
