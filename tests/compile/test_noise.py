@@ -51,6 +51,12 @@ def test_numbers_that_depend_on_values_or_have_a_generator_of_their_own_stay_in_
     assert noise_as_inputs(graph) == [] and sum(map(draws, graph.graph.nodes)) == 3
 
 
+def test_numbers_of_both_kinds_are_drawn_in_the_order_of_the_eager_loop():
+    _, count, expected, given = hoisted(lambda x: F.dropout(torch.bernoulli(x.sigmoid()) + 1, 0.5), torch.zeros(50))
+    assert count == 0
+    torch.testing.assert_close(given, expected, rtol=0, atol=0)
+
+
 class Attention(nn.Module):
     """Its masks of dropout are not contiguous."""
 

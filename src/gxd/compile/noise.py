@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gxd.compile.check import draws
+
 aten = torch.ops.aten
 Draw = Callable[[], Tensor]
 FILLS = (aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default)
@@ -22,13 +24,16 @@ FRESH = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.defau
 
 
 def noise_as_inputs(graph: GraphModule) -> list[Draw]:
-    """Make inputs of the random numbers that a graph draws from the default generator; returns how to draw them."""
+    """Make inputs of the random numbers that a graph draws from the default generator; returns how to draw them.
+
+    None of them where some depend on values: drawn in two places, they would come in another order.
+    """
     found: list[Draw] = []
-    nodes = graph.graph.nodes
-    last = [node for node in nodes if node.op == "placeholder"][-1]
-    for node in list(nodes):
-        if not _apart(node):
-            continue
+    last = graph.graph.find_nodes(op="placeholder")[-1]
+    drawing = [node for node in graph.graph.nodes if draws(node) and node.kwargs.get("generator") is None]
+    if not all(map(_apart, drawing)):
+        return found
+    for node in drawing:
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"noise{len(found)}")
         last.meta["val"] = node.meta["val"]
@@ -49,12 +54,10 @@ def noise_as_inputs(graph: GraphModule) -> list[Draw]:
 
 def _apart(node: Node) -> bool:
     """Whether random numbers can be drawn before anything else is known."""
-    if node.kwargs.get("generator") is not None:
-        return False
-    if node.target in LIKE:
-        return True
-    like: Any = node.args[0] if node.args else None
-    return node.target in FILLS and like.target in FRESH and len(like.users) == 1  # it was made to be filled
+    if node.target not in FILLS:
+        return node.target in LIKE
+    like: Any = node.args[0]
+    return like.target in FRESH and len(like.users) == 1  # it was made to be filled
 
 
 def _draw(target: Any, empty: Callable[[], Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
