@@ -308,7 +308,7 @@ def test_the_long_sweep_asks_the_question_of_the_short_one_about_the_same_runs_b
     assert settings[1] < settings[0]
     ours = [long.config(cell, 0) for cell in long.cells]
     by_age = [config for config in ours if config.options]
-    assert len(by_age) == 2 * 3 * 2 and all(replace(config, options=()) in ours for config in by_age)
+    assert len(by_age) == (2 + 1) * 3 * 2 and all(replace(config, options=()) in ours for config in by_age)
 
 
 def by_key(config: Any, **changes: Any) -> str:
