@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,17 +14,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gxd.compile.check import Check, Function
 
+log = logging.getLogger(__name__)
+
 
 def compile_graph(graph: GraphModule, example: list[Tensor]) -> Function:
     """Compile a flat graph for arguments like these: in the fastest way that gives the graph's own numbers."""
     check = Check(graph, example)
-    why: Exception = ArithmeticError("the compiler's code computes something else than the model; it was not used")
+    why: Exception
     for way in ways(graph, example):
         try:
             function = way()
             if check.agrees(function):
                 return function
-        except Exception as error:  # of another version of the compiler, or of code that cannot be run
+            raise ArithmeticError("the compiler's code computes something else than the model; it was not used")
+        except Exception as error:  # of another version of the compiler, too, or of code that cannot be run
+            log.info("compiled code was not used", exc_info=error)
             why = error
     raise why
 
