@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from gxd.lab.report import numbers, paper, style, tables
 from gxd.lab.report.age_results import Results, Rule, Stream, at_rate, interval, paired_gains, papers, rules_at
@@ -116,6 +117,9 @@ def _ages(axes: Axes, here: Results, methods: list[str], marks: dict[Rule, Mark]
             look = _look(marks[Rule.of(setting)])
             axes.plot([age.value], [methods.index(setting.method)], linestyle="", **look)
     axes.set_xscale("log")  # ages and not churn, which is relative to the maturity
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("median age at reset, steps")
     _rows(axes)
 
