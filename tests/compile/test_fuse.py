@@ -136,7 +136,7 @@ def test_weights_that_are_read_after_the_step_are_left():
     assert not count(graph, aten.addmm_.default)
 
 
-def test_a_compiler_that_refuses_the_rewrites_compiles_without_them(monkeypatch):
+def test_a_compiler_that_refuses_the_rewrites_compiles_without_them_and_the_log_says_why(monkeypatch, caplog):
     tried = []
 
     def refuses(graph, example, options):
@@ -146,4 +146,6 @@ def test_a_compiler_that_refuses_the_rewrites_compiles_without_them(monkeypatch)
     monkeypatch.setattr("torch._inductor.compile", refuses)
     x = torch.ones(2)
     graph = make_fx(lambda x: x + 1)(x)
-    assert inductor.compile_graph(graph, [x]) is graph and tried == [True, False]
+    with caplog.at_level("INFO", "gxd.compile"):
+        assert inductor.compile_graph(graph, [x]) is graph and tried == [True, False]
+    assert [type(record.exc_info[1]) for record in caplog.records] == [ZeroDivisionError]
