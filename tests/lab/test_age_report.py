@@ -17,7 +17,7 @@ from scipy import stats
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import experiment
 from gxd.lab.grid import SWEEPS, load
-from gxd.lab.report import age, age_figure, age_tables, digest
+from gxd.lab.report import age, age_figure, age_results, age_tables, digest, style
 from gxd.lab.report.age_results import CHOOSING, Result, Setting, Stream
 from gxd.lab.report.age_results import results as by_setting
 
@@ -227,33 +227,73 @@ def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
     assert by_seed[0].accuracy == pytest.approx(0.9)
 
 
+def of(*accuracies: float, age: float = 200.0) -> dict[int, Result]:
+    return {seed: Result(value, 0.5, age, False) for seed, value in enumerate(accuracies)}
+
+
+GXD = Setting(DIGITS, ("tanh", False), "gxd", 0.0, 100, 1e-3)
+
+
 def test_the_figure_has_a_mark_for_every_rule() -> None:
-    here = {s: Result(0.8 + s / 100, 0.5, 100.0, False) for s in (0, 1)}
     rules = [(0.0, 100), (0.25, 100), (0.5, 100), (1.0, 100), (0.0, 1000), (0.0, 500)]
-    found = {Setting(DIGITS, ("relu", False), "gxd", *rule, 1e-3): here for rule in rules}
+    found = {GXD._replace(exponent=exponent, maturity=maturity): of(0.8, 0.81) for exponent, maturity in rules}
     figure = age_figure.picture(found, DIGITS, 1e-3).drawn
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words[0] == "paper's" and {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
+    assert words[:2] == ["backprop", "paper's rule (\N{RIGHTWARDS ARROW} age, exponent 1)"]
+    assert {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
     marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
-    assert len(set(marks)) == len(marks) == len(words) == len(rules)
+    assert len(set(marks)) == len(marks) == len(words) - 2 == len(rules) - 1
 
 
 def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the_papers() -> None:
-    def of(*accuracies: float) -> dict[int, Result]:
-        return {seed: Result(value, 0.5, 200.0, False) for seed, value in enumerate(accuracies)}
-
-    setting = Setting(DIGITS, ("tanh", False), "gxd", 0.0, 100, 1e-3)
     found = {
-        setting: of(0.60, 0.70),
-        setting._replace(maturity=1000): of(0.65, 0.79, 0.99),  # the last has no pair
-        setting._replace(maturity=1000, rate=1e-4): of(0.1, 0.1),  # of another rate
-        setting._replace(method="backprop", rate=0.0): of(0.50, 0.52),
+        GXD: of(0.60, 0.70),
+        GXD._replace(maturity=1000): of(0.65, 0.79, 0.99),  # the last has no pair
+        GXD._replace(maturity=1000, rate=1e-4): of(0.1, 0.1),  # of another rate
+        GXD._replace(method="backprop", rate=0.0): of(0.50, 0.52),
     }
     above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
-    (gain,) = [line for line in above.lines if line.get_marker() == "^"]
+    (gain,) = [line for line in below.lines if line.get_marker() == "^"]
     assert gain.get_xdata()[0] == pytest.approx(7.0)
-    assert "Backprop 51.0 · GXD 65.0 %" in [text.get_text() for text in above.texts]
-    assert len(below.lines) == 2
+    assert [line.get_ydata()[0] for line in above.lines] == pytest.approx([65.0, 51.0])  # its ring, and backprop
+
+
+def test_an_arrow_leads_from_the_papers_rule_to_the_highest_exponent_at_the_ages_that_are_reset() -> None:
+    found = {
+        GXD: of(0.60, 0.70, age=110.0),
+        GXD._replace(exponent=0.5): of(0.1, 0.1),
+        GXD._replace(exponent=1.0): of(0.8, 0.9, age=400.0),
+        GXD._replace(exponent=1.0, maturity=1000): of(0.1, 0.1),  # another maturity is no ranking alone
+        GXD._replace(method="random"): of(0.75, 0.75, age=700.0),  # ranked by age it is itself
+    }
+    above, _ = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
+    (arrow,) = above.texts
+    assert (*arrow.xyann, *arrow.xy) == pytest.approx((110.0, 65.0, 400.0, 85.0))
+    assert above.get_ylim()[1] > 85 and above.get_xlim()[1] > 700
+
+
+def test_the_forest_fills_a_mark_only_if_its_gain_stands_among_all_the_comparisons() -> None:
+    seeds = range(5)
+    clear, weak = ([0.70 + gain + noise * s for s in seeds] for gain, noise in ((0.10, 0.001), (0.001, 0.004)))
+    found = {
+        GXD: of(*[0.70] * 5),
+        GXD._replace(exponent=0.5): of(*weak),
+        GXD._replace(exponent=1.0): of(*clear),
+        GXD._replace(maturity=1000, rate=1e-4): of(*clear),  # has nothing to be compared with
+        GXD._replace(method="contribution"): of(*[0.70] * 5),
+        GXD._replace(method="contribution", exponent=1.0): of(*clear),
+    }
+    low, _ = stats.t.interval(0.95, 4, fmean(weak) - 0.70, stdev(weak) / 5**0.5)
+    corrected, _ = stats.t.interval(1 - 0.05 / 2, 4, fmean(weak) - 0.70, stdev(weak) / 5**0.5)
+    assert corrected < 0 < low  # so the correction decides
+    (forest,) = age_figure.forest(found, "gxd")
+    (axes,) = forest.drawn.axes
+    marks = {line.get_marker(): line for line in axes.lines if len(line.get_xdata()) == 1}
+    assert set(marks) == {"D", "s"} and "for 2 comparisons" in forest.caption
+    assert marks["D"].get_xdata()[0] == pytest.approx(100 * (fmean(weak) - 0.70))
+    assert marks["D"].get_markerfacecolor() == style.PAPER
+    assert marks["s"].get_markerfacecolor() == marks["s"].get_color()
+    assert not age_figure.forest({GXD: of(0.7, 0.7)}, "gxd")
 
 
 def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> None:
@@ -309,6 +349,15 @@ def test_the_long_sweep_asks_the_question_of_the_short_one_about_the_same_runs_b
     ours = [long.config(cell, 0) for cell in long.cells]
     by_age = [config for config in ours if config.options]
     assert len(by_age) == (2 + 1) * 3 * 2 and all(replace(config, options=()) in ours for config in by_age)
+
+
+def test_the_sweep_of_the_resnet_holds_the_papers_rule_beside_every_ranking_by_age() -> None:
+    sweep = load(SWEEPS / "age-resnet.toml")
+    assert f" {len(sweep.runs())} runs" in (SWEEPS / "age-resnet.toml").read_text()
+    configs = [sweep.config(cell, 0) for cell in sweep.cells]
+    by_age = [config for config in configs if config.options]
+    assert len(by_age) == 3 and all(replace(config, options=()) in configs for config in by_age)
+    assert {config.maturity for config in configs} == {age_results.PAPER_MATURITY}
 
 
 def by_key(config: Any, **changes: Any) -> str:

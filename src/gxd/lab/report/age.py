@@ -1,8 +1,8 @@
 """The page of the age study: is newborn churn what makes utilities fail, and which rule mends it?
 
-``python -m gxd.lab.report.age RUNS... --out docs/age`` reads the runs of the sweeps ``age-digits``,
-``age-mnist`` and ``age-mnist-long``, as far as they are, and writes ``index.html``, a figure per stream and rate, and
-the tables.
+``python -m gxd.lab.report.age RUNS... --out age`` reads the runs of the sweeps ``age-digits``, ``age-mnist``,
+``age-mnist-long`` and ``age-resnet``, as far as they are, and writes ``index.html``, a figure per stream and rate, one
+of all that GXD gains, and the tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tyro
 
 from gxd.lab.errors import UserError
 from gxd.lab.report import digest, page
-from gxd.lab.report.age_figure import picture
+from gxd.lab.report.age_figure import forest, picture
 from gxd.lab.report.age_results import collect, rates_of, reported, write_digest
 from gxd.lab.report.age_tables import against_paper, by_maturity, by_rule, chosen_table, overview, settings_table, tally
 from gxd.lab.report.page import Block, Section
@@ -39,7 +39,8 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     streams = list(dict.fromkeys(setting.stream for setting in found))
     shown_at = [(stream, rate) for stream in streams for rate in rates_of(found, stream)]
-    pictures = [picture(found, *one) for one in shown_at]
+    first, *more = (picture(found, *one) for one in shown_at)
+    pictures = [first, *forest(found, "gxd"), *more]
     compared = [against_paper(found), by_maturity(found)]
     made = [by_rule(found), *(overview(found, *one) for one in shown_at), *compared, chosen_table(found)]
     made = [table for table in (*made, settings_table(found)) if table.rows]  # of one seed there is no comparison

@@ -211,7 +211,7 @@ def rates_of(found: Results, stream: Stream) -> list[float]:
     return sorted({s.rate for s, by in found.items() if s.stream == stream and s.resets and reported(by)}, reverse=True)
 
 
-def rules_at(here: Results) -> list[Rule]:
+def rules_at(here: Iterable[Setting]) -> list[Rule]:
     """The paper's first, then by age, then longer maturities."""
     rules = {Rule.of(setting) for setting in here if setting.resets}
     return sorted(rules, key=lambda rule: (not rule.is_papers, not rule.exponent, rule))

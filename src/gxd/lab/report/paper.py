@@ -27,6 +27,12 @@ EXPERIMENTS = {
     "permuted-digits": "Permuted digits",
     "cifar100": "Continuous CIFAR-100",
 }
+OTHERS = {
+    "permuted-mnist-small": "Small Permuted MNIST",
+    "random-label-mnist": "Random-label MNIST",
+    "cifar-5+1": "5+1 CIFAR",
+    "slow-regression": "Slow regression",
+}
 
 # The five utilities of Table 1 and the three of the table of variants.
 COMPARED = ("activation", "contribution", "mc_adaptable_contribution", "loss_gradient", "gxd")
@@ -173,7 +179,7 @@ def method_label(method: str) -> str:
 
 def experiment_label(experiment: str) -> str:
     """The name of an experiment for people: the paper's, if it is the paper's."""
-    return EXPERIMENTS.get(experiment, experiment)
+    return {**EXPERIMENTS, **OTHERS}.get(experiment, experiment)
 
 
 def method_name(config: Mapping[str, Any]) -> str:
