@@ -81,6 +81,59 @@ def test_a_number_that_rounding_decides_is_not_judged():
     assert not checked.agrees(lambda x: [as_adam(x)[0], x.mean() + 1])  # the other result is
 
 
+@pytest.mark.parametrize("kind", [torch.float, torch.bfloat16])
+def test_an_update_within_the_last_digit_of_a_weight_is_rounding(kind):
+    """The bias of a layer before a norm has a gradient that is zero but for rounding, and SGD moves it by nothing."""
+
+    def still(weight, x):
+        weight.sub_(1e-12 * x.sum())
+        return [x.mean()]
+
+    def one_digit(weight, x):
+        result = still(weight, x)
+        weight[2, 3] = torch.nextafter(weight[2, 3], torch.tensor(9.0, dtype=kind))
+        return result
+
+    def moved(weight, x):
+        result = still(weight, x)
+        weight[2, 3] += 100 * torch.finfo(kind).eps
+        return result
+
+    checked = check(still, arguments(kind))
+    assert checked.agrees(one_digit) and not checked.agrees(moved)
+
+
+@pytest.mark.parametrize("rest", [lambda x: x[:, :5], lambda x: x[:1].expand(7, 8), lambda x: x.t()[::2]])
+def test_arguments_are_given_with_their_own_strides(rest):
+    tensor = rest(arguments()[1])
+    seen = []
+
+    def note(x):
+        seen.append((x.stride(), x.tolist()))
+        return [x.sum()]
+
+    checked = check(lambda x: [x.sum()], [tensor])
+    assert checked.agrees(note) and seen == [(tensor.stride(), tensor.tolist())]
+    assert not checked.agrees(lambda x: [x.sum() + 1])  # nudged, they are, too
+
+
+def test_whole_numbers_are_compared():
+    def count(steps, x):
+        steps.add_(1)
+        return [x.argmax()]
+
+    checked = check(count, [torch.tensor([7, 9]), torch.arange(5.0)])
+    assert checked.agrees(count)
+    assert not checked.agrees(lambda steps, x: [x.argmax()])
+    assert not checked.agrees(lambda steps, x: [count(steps, x)[0] - 1])
+
+
+def test_the_run_that_measures_rounding_is_made_only_in_doubt():
+    checked = check()
+    assert checked.agrees(step) and "allowed" not in vars(checked)
+    assert not checked.agrees(lambda weight, x: [step(weight, x)[0] * 2]) and "allowed" in vars(checked)
+
+
 def test_what_is_not_finite_in_the_graph_is_not_judged():
     def logarithm(x):
         return [x.log()]

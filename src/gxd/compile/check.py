@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +24,40 @@ class Check:
     """What a graph makes of some arguments, and how far rounding can lead away from it."""
 
     def __init__(self, graph: GraphModule, example: Sequence[Tensor]) -> None:
-        self.example = example
+        self.graph, self.example = graph, example
         held = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
         self.generators = [value for value in held if isinstance(value, torch.Generator)]
         # What still draws random numbers by itself (see noise.py) may draw them in another order, or layout.
         self.random = any(map(draws, graph.graph.nodes))
-        if self.random:
-            return
-        eps = max((torch.finfo(kind).eps for kind in _kinds(graph, example)), default=0.0)
-        self.expected = self._run(graph, example)
-        nudged = self._run(graph, [_nudged(tensor, eps) for tensor in example])
-        self.allowed = []
-        for expected, other in zip(self.expected, nudged, strict=True):
-            size, rounding = _largest(expected), ROUNDING * _largest(expected, other)
-            # A gradient that is zero but for rounding (of a bias before a norm) becomes a whole step with Adam: nothing
-            # can be said of a number that another rounding changes wholly.
-            self.allowed.append(math.inf if 0 < size <= rounding else rounding + eps**0.5 * size)
+        self.eps = max((torch.finfo(kind).eps for kind in _kinds(graph, example)), default=0.0)
+        self.expected = [] if self.random else self._run(graph, example)
 
     def agrees(self, function: Function) -> bool:
         """Whether a function gives the same results, and moves its arguments as far, but for rounding."""
         given = self._run(function, self.example)
-        return self.random or all(
-            _largest(expected, one) <= allowed
-            for expected, one, allowed in zip(self.expected, given, self.allowed, strict=True)
-        )
+        if self.random:
+            return True
+        gaps = [_largest(expected.tensor, one.tensor) for expected, one in zip(self.expected, given, strict=True)]
+        least = [self.eps**0.5 * _largest(expected.tensor) + expected.rounding for expected in self.expected]
+        if all(gap <= allowed for gap, allowed in zip(gaps, least, strict=True)):
+            return True
+        return all(gap <= max(pair) for gap, *pair in zip(gaps, least, self.allowed, strict=True))
 
-    def _run(self, function: Function, example: Sequence[Tensor]) -> list[Tensor]:
+    @cached_property
+    def allowed(self) -> list[float]:
+        """How far rounding may lead, seen where all arguments are a rounding off: asked for only in doubt."""
+        nudged = self._run(self.graph, [_copy(tensor, self.eps) for tensor in self.example])
+        found = []
+        for expected, other in zip(self.expected, nudged, strict=True):
+            size, rounding = _largest(expected.tensor), ROUNDING * _largest(expected.tensor, other.tensor)
+            # A gradient that is zero but for rounding (of a bias before a norm) becomes a whole step with Adam: nothing
+            # can be said of a number that another rounding changes wholly.
+            found.append(math.inf if 0 < size <= rounding else rounding + self.eps**0.5 * size + expected.rounding)
+        return found
+
+    def _run(self, function: Function, example: Sequence[Tensor]) -> list[Outcome]:
         """The results, and how far the arguments are moved, in copies. Generators are left as they were."""
-        held = [tensor.clone() for tensor in example]
+        held = [_copy(tensor) for tensor in example]
         states = [generator.get_state() for generator in self.generators]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
@@ -57,9 +65,19 @@ class Check:
                 stack.enter_context(torch.autocast(device, enabled=False))  # its casts are in the graph already
             for generator, state in zip(self.generators, states, strict=True):
                 stack.callback(generator.set_state, state)
-            results = function(*held)
-        moved = [now - before for now, before in zip(held, example, strict=True) if now.is_floating_point()]
-        return [*results, *moved]
+            outcomes = [Outcome(result, 0.0) for result in function(*held)]
+        for before in example:
+            now = held.pop(0)  # one by one, for all of them together are as large as the training
+            if now.dtype != torch.bool:
+                outcomes.append(Outcome(now - before, _last_digits(before)))
+        return outcomes
+
+
+class Outcome(NamedTuple):
+    """A result, or the move of an argument, which is at least as uncertain as the last digits of the argument."""
+
+    tensor: Tensor
+    rounding: float
 
 
 def draws(node: Node) -> bool:
@@ -73,17 +91,27 @@ def draws(node: Node) -> bool:
 
 def _largest(tensor: Tensor, other: Tensor | None = None) -> float:
     """The largest difference, or number: where the first is finite, and there the other has to be."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if tensor.is_complex() or not tensor.numel():
         return 0.0
-    gap = tensor if other is None else tensor - other
+    gap = tensor if tensor.is_floating_point() else tensor.double()
+    gap = gap if other is None else gap - other
     return float(gap.abs().where(tensor.isfinite(), 0.0).nan_to_num(torch.inf, torch.inf).max())
 
 
-def _nudged(tensor: Tensor, eps: float) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    signs = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return tensor * (1 + eps * signs.to(tensor))
+def _last_digits(tensor: Tensor) -> float:
+    return 2 * torch.finfo(tensor.dtype).eps * _largest(tensor) if tensor.is_floating_point() else 0.0
+
+
+def _copy(tensor: Tensor, eps: float = 0.0) -> Tensor:
+    """With its strides, for code is compiled for them, also where they leave gaps or overlap. ``eps``: nudged by it."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((span,), (1,)).clone()
+    if eps and memory.is_floating_point():
+        signs = torch.rand(span, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        memory *= 1 + eps * signs.to(memory)
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _kinds(graph: GraphModule, example: Sequence[Tensor]) -> Iterator[torch.dtype]:

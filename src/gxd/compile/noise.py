@@ -40,13 +40,11 @@ def noise_as_inputs(graph: GraphModule) -> list[Draw]:
         with graph.graph.inserting_before(node):
             copy = graph.graph.call_function(aten.clone.default, (last,))  # it may be written to
         copy.meta["val"] = node.meta["val"]
-        like: Any = node.args[0]
-        value = like.meta["val"]
-        empty = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        found.append(partial(_draw, node.target, empty, node.args[1:], dict(node.kwargs)))
+        found.append(_drawer(node))
+        like = next(iter(node.all_input_nodes), None)
         node.replace_all_uses_with(copy)
         graph.graph.erase_node(node)
-        if like.target in FRESH and not like.users:
+        if like is not None and like.target in FRESH and not like.users:
             graph.graph.erase_node(like)
     graph.recompile()
     return found
@@ -55,9 +53,19 @@ def noise_as_inputs(graph: GraphModule) -> list[Draw]:
 def _apart(node: Node) -> bool:
     """Whether random numbers can be drawn before anything else is known."""
     if node.target not in FILLS:
-        return node.target in LIKE
+        return node.target in LIKE or not node.all_input_nodes
     like: Any = node.args[0]
     return like.target in FRESH and len(like.users) == 1  # it was made to be filled
+
+
+def _drawer(node: Node) -> Draw:
+    target: Any = node.target
+    like: Any = node.args[0]
+    if not isinstance(like, Node):  # `torch.randn(4, 3)`
+        return partial(target, *node.args, **node.kwargs)
+    value = like.meta["val"]
+    empty = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return partial(_draw, target, empty, node.args[1:], dict(node.kwargs))
 
 
 def _draw(target: Any, empty: Callable[[], Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:

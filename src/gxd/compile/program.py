@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from itertools import chain, islice
+from numbers import Number
+from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
+from gxd.compile.refusals import no_recomputation, refuse_other_leaves, refuse_own_tensors
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
@@ -28,6 +33,7 @@ from gxd.score.scorer import Scorer
 from gxd.score.state import UnitState
 from gxd.score.sums import NOTHING
 
+CONSTANTS = (Number, str, bytes, NoneType, Enum, torch.dtype, torch.device)  # of a batch, beside tensors
 KEPT = ("mean", "mean_weight", "utility", "utility_weight", "nonfinite")
 
 
@@ -59,6 +65,8 @@ class Program:
         states = recipe.states(self.kept) or []
         self.watched = [] if self.attached is None else self.attached.watched()
         leaves, self.structure = tree_flatten((inputs, target))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise ValueError("the batch requires a gradient, which a compiled step does not give it; detach it")
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.probabilities = False  # whether the target has to lie in [0, 1]
         self.drawn: list[tuple[Scorer, Tensor]] = []  # who draws random numbers, and like what
@@ -70,16 +78,18 @@ class Program:
         graph, _ = self._trace(self._step, states, inputs, target)
         self.outside = outside_as_inputs(graph)
         self.draws = noise_as_inputs(graph)
-        self._refuse_own_tensors()
+        refuse_own_tensors(recipe, self.outside)
+        self._states, self._layouts = states, list(map(_layout, states))
+        self.outdated = False  # whether the optimizer's states are laid out in another way by now
         with torch.no_grad(), torch.random.fork_rng():
             parts = self._parts(states, inputs, target, traced=True)
             self.function = compile_graph(graph, [*chain(*parts), *self.outside, *(draw() for draw in self.draws)])
 
     @torch.no_grad()
     def __call__(self, inputs: Any, target: Any) -> tuple[Tensor, Any] | None:
-        """Train on one batch; None, and nothing is done, if the optimizer's states have been cleared."""
+        """Train on one batch; None, and nothing is done, if the optimizer's states were cleared or laid out anew."""
         states = self.recipe.states(self.kept)
-        if states is None:
+        if states is None or not self._fits(states):
             return None
         if self.probabilities:  # out here, for values cannot be looked at in the trace
             check_probabilities(target)
@@ -106,6 +116,13 @@ class Program:
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return loss, output
 
+    def _fits(self, states: list[Tensor]) -> bool:
+        """Whether the code was made for such states. Loading them makes others, and of another layout perhaps."""
+        if not all(map(is_, states, self._states)):
+            self.outdated = list(map(_layout, states)) != self._layouts
+            self._states = states
+        return not self.outdated
+
     def _step_by_itself(self, gradients: Iterator[Tensor]) -> None:
         """The optimizer steps in its own way; the units are scored already."""
         tensors = self.recipe.tensors()
@@ -113,6 +130,8 @@ class Program:
             tensors[number].grad = next(gradients) if has_gradient else None
         self.recipe.optimizer.step()
         self.recipe.optimizer.zero_grad()
+        for number, _ in self.graded:
+            tensors[number].grad = None  # it may have been set to zero only
 
     def _parts(self, states: list[Tensor], inputs: Any, target: Any, traced: bool = False) -> Parts:
         """All that the step reads."""
@@ -126,17 +145,6 @@ class Program:
             for scorer, like in self.drawn
         ]
         return Parts(self.recipe.tensors(), states, self.recipe.learning_rates(), kept, drawn, batch)
-
-    def _refuse_own_tensors(self) -> None:
-        """A parameter that the step reads other than through the model would have no gradient there."""
-        memory = {t.untyped_storage().data_ptr(): n for n, t in enumerate(self.recipe.tensors()) if t.numel()}
-        for tensor in self.outside:
-            number = memory.get(tensor.untyped_storage().data_ptr())
-            if number is not None:
-                raise ValueError(
-                    f"{self.recipe.name(number)!r} is read other than through the model; let the loss or the forward "
-                    "pass take it from the module that has it"
-                )
 
     # --- tracing: from here on all tensors are fake -------------------------------------------------------------------
 
@@ -153,6 +161,7 @@ class Program:
             return returned[-1]
 
         with ExitStack() as stack, torch.enable_grad():
+            stack.enter_context(no_recomputation())
             for _, scorer in self.watched:
                 stack.enter_context(scorer.aside())
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
@@ -198,6 +207,7 @@ class Program:
         kept, drawn = iter(parts.kept), iter(parts.noise)
         states = [_units(part.units, [next(kept) for _ in _kept(part.units)], None) for part, _ in self.watched]
         leaves, (output, loss, score) = self._forward(parts)
+        refuse_other_leaves(self.recipe, loss, leaves)
         sums = [NOTHING for _ in self.watched]
         for number, (_, scorer) in enumerate(self.watched):
             if scorer.utility.needs_observe:
@@ -309,8 +319,26 @@ def detached(output: Any) -> Any:
 
 
 def shape_of(batch: Any) -> Any:
-    """What a program depends on, of a batch: shapes, kinds, and whatever is not a tensor."""
+    """What a program depends on, of a batch: shapes, kinds, and whatever is not a tensor.
+
+    Raises :class:`TypeError` if tensors may hide in it.
+    """
     if isinstance(batch, Tensor):
-        return (batch.shape, batch.stride(), batch.dtype, batch.device)
+        return (batch.shape, batch.stride(), batch.dtype, batch.device, batch.requires_grad)
     leaves, structure = tree_flatten(batch)
-    return (repr(structure), *(shape_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
+    return (repr(structure), *map(_leaf, leaves))
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return shape_of(leaf)
+    if not isinstance(leaf, CONSTANTS):
+        raise TypeError(
+            f"the batch has a {type(leaf).__name__} in it, whose tensors cannot be found; give them in tuples, lists "
+            "or dicts"
+        )
+    return repr(leaf)
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -68,6 +68,10 @@ class Recipe:
         """A name of a tensor."""
         return next(name for name, known in self.names.items() if known == number)
 
+    def name_of(self, tensor: Tensor) -> str | None:
+        """A name of a tensor, if it is the model's."""
+        return next((self.name(n) for n, one in enumerate(self.tensors()) if one is tensor), None)
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
         return [held[key] for held, key in self.places]
@@ -99,9 +103,15 @@ class Recipe:
         return found
 
     def settings(self) -> tuple[Any, ...]:
-        """What is compiled in of the optimizer's options."""
-        options: Sequence[str] = self.update.settings if self.update else ()
-        return tuple([tuple([group[name] for name in options]) for group in self.groups])
+        """What is compiled in of the optimizer's options; of the learning rate, what kind of number it is."""
+        if self.update is None:
+            return ()
+        options = self.update.settings
+        return tuple([(_kind(group["lr"]), *[group[name] for name in options]) for group in self.groups])
+
+    def with_gradient(self) -> Tensor | None:
+        """A trained parameter that has a gradient already, if there is one."""
+        return next((p for group in self.groups for p in group["params"] if p.grad is not None), None)
 
     def learning_rates(self) -> list[Tensor]:
         """One for each parameter group, as tensors, so that a schedule need not compile anew."""
@@ -112,3 +122,7 @@ class Recipe:
             elif self._numbers[number] != lr:
                 self.rates[number], self._numbers[number] = torch.tensor(lr, dtype=torch.float64), lr
         return self.rates
+
+
+def _kind(lr: Any) -> Any:
+    return (lr.dtype, lr.device, lr.shape) if isinstance(lr, Tensor) else None

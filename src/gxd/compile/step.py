@@ -5,7 +5,7 @@ Resets stay outside, between two steps. ``gxd.compile.program`` traces and compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -69,7 +69,9 @@ def compiled_step(
       autocast, the mode and every attribute of modules (``model.task``, ``Dropout.p``), modules and parameters
       themselves, the optimizer's options, and what ``loss``, ``score`` and ``forward`` reach by name: their closures,
       defaults and globals, and from there attributes and keys (``args.beta``, ``config["beta"]``).
-    - Run eagerly: hooks of yours, and a step that sets attributes or variables.
+    - Run eagerly: hooks of yours, a step that sets attributes or variables, activation checkpointing, batches that
+      require a gradient or hold their tensors in objects of their own class, a loss that has gradients for more than
+      the model, and steps before which gradients wait in ``.grad``.
     - Not followed: what is inside lists or behind computed keys, variables of installed libraries, and random numbers
       drawn by Python or NumPy. After a change of these call :meth:`CompiledStep.recompile`.
 
@@ -135,7 +137,8 @@ class CompiledStep:
         self.why_eager: str | None = None
         self._programs: dict[Key, Program] = {}
         self._watches: list[Watch] = []
-        self._warm = False
+        self._warm = self._told = False
+        self._doubt: str | None = None  # why this batch was not compiled; it counts if an eager step takes the batch
         self._recipe = self._new_recipe()
         self._look()
 
@@ -143,14 +146,34 @@ class CompiledStep:
         """Train on one batch; returns the loss and the model's output, detached."""
         if self.cbp is not None and self.cbp.closed:
             raise ValueError(CLOSED)
+        if isinstance(inputs, Mapping):
+            inputs = dict(inputs)  # of whatever class, as tokenizers return
         if self.why_eager is None and not self._watch.unchanged():
             self._look()
-        program = self._program(inputs, target) if self.why_eager is None else None
+        self._doubt = None
+        program = self._program(inputs, target) if self.why_eager is None and not self._gradients_wait() else None
         result = program(inputs, target) if program is not None else None
         if result is not None:
             return result
+        if program is not None and program.outdated:
+            self._programs = {key: other for key, other in self._programs.items() if other is not program}
         with nullcontext() if self.why_eager else _as_written():
-            return self._eager(inputs, target)
+            result = self._eager(inputs, target)
+        if self._doubt is not None:  # a batch that the model itself refuses says nothing about compiling
+            self._fall_back(self._doubt)
+        return result
+
+    def _gradients_wait(self) -> bool:
+        """Whether gradients from before the step are to be added to its own, which an eager one does."""
+        waiting = self._recipe.with_gradient()
+        if waiting is not None and not self._told:
+            self._told = True
+            warn(
+                f"compiled_step runs a step eagerly where gradients from before it wait to be added (as "
+                f"{self._recipe.name_of(waiting)!r} has one): zero them, or add what they are of to the loss",
+                CompileWarning,
+            )
+        return waiting is not None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -193,8 +216,13 @@ class CompiledStep:
     def _program(self, inputs: Any, target: Any) -> Program | None:
         """The program for this batch, or None if there is none."""
         device = self._recipe.device()
+        try:
+            batch = (shape_of(inputs), shape_of(target))
+        except TypeError as error:
+            self._doubt = str(error)
+            return None
         key = Key(
-            (shape_of(inputs), shape_of(target)),
+            batch,
             self._recipe.settings(),
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             self._watch,
@@ -217,7 +245,7 @@ class CompiledStep:
             return None  # the eager step makes it
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            self._fall_back(f"{type(error).__name__}: {lines[0]}")
+            self._doubt = f"{type(error).__name__}: {lines[0]}"
             return None
         if changed and self._warm:
             self._fall_back(f"the step sets {changed[0]!r}, which a compiled step cannot do; return it instead")

@@ -1,0 +1,74 @@
+"""What a compiled step would get wrong, and refuses: the step is then made eagerly, and the reason is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gxd.compile.recipe import Recipe
+
+
+def refuse_own_tensors(recipe: Recipe, outside: Sequence[Tensor]) -> None:
+    """A parameter that the step reads other than through the model would have no gradient there."""
+    memory = {t.untyped_storage().data_ptr(): n for n, t in enumerate(recipe.tensors()) if t.numel()}
+    for tensor in outside:
+        number = memory.get(tensor.untyped_storage().data_ptr())
+        if number is not None:
+            raise _elsewhere(recipe.name(number))
+
+
+def refuse_other_leaves(recipe: Recipe, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Whatever else the loss has a gradient for would not get it: a temperature that has another optimizer."""
+    known = set(map(id, leaves))
+    for tensor in _leaves_of(loss):
+        if id(tensor) not in known:
+            name = recipe.name_of(tensor)
+            if name is not None:
+                raise _elsewhere(name)
+            raise ValueError(
+                f"the loss depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
+                "model's, and a compiled step would give it none; make it a part of the model, or detach it"
+            )
+
+
+def _elsewhere(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r} is read other than through the model; let the loss or the forward pass take it from the module that "
+        "has it"
+    )
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward pass would accumulate gradients in."""
+    known: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                yield node.variable
+            waiting += [before for before, _ in node.next_functions]
+
+
+@contextmanager
+def no_recomputation() -> Iterator[None]:
+    """Refuse activation checkpointing: in a trace, what is computed again would draw other random numbers."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def refuse(_: Any) -> None:
+        raise ValueError(
+            "the forward pass uses activation checkpointing (or other hooks on saved tensors), which cannot be "
+            "compiled; leave it out, or make the step without compiled_step"
+        )
+
+    hooks.__enter__ = refuse
+    try:
+        yield
+    finally:
+        hooks.__enter__ = enter

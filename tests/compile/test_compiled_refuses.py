@@ -1,0 +1,309 @@
+"""What a compiled step would get wrong it leaves to an eager one, and says why; what it can do it does.
+
+Each training is made by a compiled step and by the eager loop. The graph is run without the compiler, but in the last.
+"""
+
+import collections
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gxd
+from gxd.compile import inductor
+
+STEPS = 5
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    monkeypatch.setattr(inductor, "ways", lambda graph, example: [lambda: graph])
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def batches(rows=8, count=STEPS):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train(model, data, compiled, loss=F.cross_entropy, optimizer=sgd, before=lambda *_: None):
+    """``before(number, model, optimizer)`` comes before each step. Returns the losses and the step."""
+    optimizer = optimizer(model.parameters())
+    step = gxd.compiled_step(model, optimizer, loss)
+    if not compiled:
+        step.why_eager = "asked for"
+    torch.manual_seed(3)
+    losses = []
+    for number, (x, y) in enumerate(data):
+        before(number, model, optimizer)
+        losses.append(float(step(x, y)[0].detach()))
+    return losses, step
+
+
+def both(make, data, **options):
+    """Train in both ways; they agree. Returns the compiled step and what it has said."""
+    models = [make(), make()]
+    expected, _ = train(models[0], data, False, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, step = train(models[1], data, True, **options)
+    assert found == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()), rtol=1e-4, atol=1e-5)
+    return step, [str(one.message) for one in caught if issubclass(one.category, gxd.CompileWarning)]
+
+
+class Checkpointed(nn.Module):
+    """A segment without parameters, which is computed again with the mask of the first time."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.reentrant = nn.Linear(6, 12), nn.Linear(12, 3), reentrant
+
+    def forward(self, x):
+        segment = checkpoint(lambda h: F.dropout(F.gelu(h), 0.5), self.body(x), use_reentrant=self.reentrant)
+        return self.head(segment)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_left_to_the_eager_step(reentrant):
+    step, said = both(functools.partial(Checkpointed, reentrant), batches())
+    assert len(said) == 1 and "checkpoint" in step.why_eager
+    with torch.autograd.graph.save_on_cpu():  # hooks work as before
+        torch.ones(1, requires_grad=True).exp()
+
+
+class Data:
+    """As graphs are batched: its repr has shapes alone."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __repr__(self):
+        return f"Data(x={list(self.x.shape)})"
+
+
+class OfData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, data):
+        return self.net(data.x)
+
+
+class OfKeywords(OfData):
+    def forward(self, *, x, mask=None):
+        return self.net(x)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_an_object_whose_tensors_cannot_be_found_is_no_constant():
+    step, said = both(OfData, [((Data(x),), y) for x, y in batches()])
+    assert len(said) == 1 and "the batch has a Data in it" in step.why_eager
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_mapping_of_any_class_is_keyword_arguments():
+    data = [(collections.UserDict(x=x, mask=None), y) for x, y in batches(rows=200)]  # the repr of these is abbreviated
+    step, said = both(OfKeywords, data)
+    assert step.why_eager is None and not said and len(step._programs) == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_batch_that_requires_a_gradient_gets_it():
+    encoders, moved = [], []
+    for compiled in (False, True):
+        torch.manual_seed(5)
+        encoder = nn.Linear(6, 6)
+        before, other = encoder.weight.detach().clone(), torch.optim.SGD(encoder.parameters(), 0.1)
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        step = gxd.compiled_step(model, optimizer, F.cross_entropy)
+        if compiled:
+            with pytest.warns(gxd.CompileWarning, match="the batch requires a gradient"):
+                step(encoder(batches()[0][0]), batches()[0][1])
+        else:
+            F.cross_entropy(model(encoder(batches()[0][0])), batches()[0][1]).backward()
+        other.step()
+        encoders.append(encoder.weight.detach())
+        moved.append(not torch.equal(encoders[-1], before))
+    assert all(moved)
+    torch.testing.assert_close(*encoders)
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output / self.temperature, target)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_parameter_of_the_loss_gets_its_gradient():
+    found = []
+    for why in ("asked for", None):
+        model, loss = mlp(), Tempered()
+        step = gxd.compiled_step(model, sgd(model.parameters()), loss)
+        step.why_eager = why
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gxd.CompileWarning)
+            step(*batches()[0])
+        found.append(loss.temperature.grad)
+    assert found[0] is not None and torch.equal(*found)
+    assert "not the model's" in step.why_eager
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_another_network_that_the_loss_only_reads_is_compiled():
+    torch.manual_seed(4)
+    teacher = nn.Linear(6, 3)  # it requires gradients, as target networks do, and gets none
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x), x
+
+    def loss(output, target):
+        with torch.no_grad():
+            wanted = teacher(output[1])
+        return F.mse_loss(output[0], wanted) + F.mse_loss(output[0], teacher(output[1]).detach())
+
+    def change(number, *_):
+        with torch.no_grad():
+            teacher.weight.fill_(number)
+
+    step, said = both(Distilled, batches(), loss=loss, before=change)
+    assert step.why_eager is None and not said
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_gradients_that_wait_are_added_and_it_is_said_once():
+    def penalty(number, model, optimizer):
+        if number in (1, 3):
+            model[0].weight.square().sum().backward()
+
+    step, said = both(mlp, batches(), before=penalty)
+    assert step.why_eager is None and len(step._programs) == 1
+    assert len(said) == 1 and "'0.weight'" in said[0] and "wait to be added" in said[0]
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_an_optimizer_that_leaves_zeros_behind_does_not_make_steps_wait():
+    class Zeroing(torch.optim.RMSprop):
+        def zero_grad(self, set_to_none=True):
+            super().zero_grad(set_to_none=False)
+
+    step, said = both(mlp, batches(), optimizer=functools.partial(Zeroing, lr=1e-3))
+    assert step.why_eager is None and not said and len(step._programs) == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_batch_that_the_model_refuses_says_nothing_about_compiling():
+    model = mlp()
+    step = gxd.compiled_step(model, sgd(model.parameters()), F.cross_entropy)
+    (x, y), *_ = batches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gxd.CompileWarning)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            step(torch.randn(8, 7), y)
+        step(x, y)
+    assert step.why_eager is None and len(step._programs) == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_noise_of_a_shape_alone_and_permutations_are_compared_and_are_those_of_the_eager_loop(monkeypatch):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            x = x + 0.1 * torch.randn(x.shape) + 0.1 * torch.rand(6)
+            return self.net(torch.lerp(x, x[torch.randperm(len(x))], 0.3))
+
+    checks = []
+    agrees = inductor.Check.agrees
+    monkeypatch.setattr(inductor.Check, "agrees", lambda check, f: (checks.append(check.random), agrees(check, f))[1])
+    step, said = both(Noisy, batches())
+    assert step.why_eager is None and not said and checks == [False]
+
+
+# --- with the compiler
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    model = mlp()
+    step = gxd.compiled_step(model, sgd(model.parameters()), F.cross_entropy)
+    step(*batches()[0])
+    if step.why_eager:
+        pytest.skip(f"nothing can be compiled here: {step.why_eager}")
+
+
+def compiled(make, data, **options):
+    """As ``both``, and no step is eager."""
+    step, said = both(make, data, **options)
+    assert step.why_eager is None and not said
+    return step
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_learning_rate_that_becomes_a_tensor_and_a_number_again_is_read_as_what_it_is():
+    def change(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = {2: torch.tensor(0.2), 4: 0.3}.get(number, optimizer.param_groups[0]["lr"])
+
+    step = compiled(mlp, batches(count=6), before=change)
+    assert len(step._programs) == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_batch_with_gaps_or_repeats_in_memory_is_compiled():
+    data = [(torch.cat([x, x], 1)[:, :6], y) for x, y in batches()]
+    compiled(mlp, data)
+    compiled(mlp, [(x[:1].expand(8, 6), y) for x, y in batches()])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_states_of_another_memory_format_are_compiled_for():
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    def load(number, model, optimizer):
+        if number == 3:
+            saved = copy.deepcopy(optimizer.state_dict())
+            for state in saved["state"].values():
+                state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+            optimizer.load_state_dict(saved)
+            for parameter, state in optimizer.state.items():
+                state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+                assert parameter.dim() != 4 or state["momentum_buffer"].stride() != parameter.stride()
+
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(4, 2, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(6)]
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    compiled(make, data, optimizer=optimizer, before=load)
