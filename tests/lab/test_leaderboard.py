@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 from scipy import stats
 
 import gxd
-from gxd.lab import methods, workers
+from gxd.lab import methods, store, workers
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import slow_regression
 from gxd.lab.leaderboard import board as board_module
@@ -603,3 +605,123 @@ def test_a_file_that_cannot_be_used_is_one_line(own, board, tmp_path, text, why)
     with pytest.raises(UserError, match="is not a Python file"):
         sys.modules.pop("gxd_user_mine", None)
         add(tmp_path / "mine.txt", board, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["backprop", "gxd_age", "crelu", "contribution", "activation"])
+def test_the_name_of_a_control_or_a_utility_is_there_already(own, board, tmp_path, name):
+    with pytest.raises(UserError, match=f"'{name}', which is there already"):
+        add(own(FINE, name=name), board, tmp_path)
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("maker", "why"),
+    [
+        ("def mine(): raise RuntimeError('boom')", "making mine raises RuntimeError: boom"),
+        ("def mine(): raise SystemExit(3)", "making mine raises SystemExit: 3"),
+        ("def mine(): return 5", "making mine raises TypeError"),
+    ],
+)
+def test_a_method_that_cannot_be_made_is_one_line(own, board, tmp_path, maker, why):
+    file = own(FINE)
+    text = file.read_text()
+    file.write_text(text[: text.index("def mine(")] + maker + "\n")
+    with pytest.raises(UserError, match=why):
+        add(file, board, tmp_path)
+
+
+def test_a_method_that_ends_the_process_in_its_first_steps_is_a_row(own, board, tmp_path):
+    assert add(own(RAISES.replace("RuntimeError('no idea')", "SystemExit(3)")), board, tmp_path) == 1
+    assert "it raises SystemExit: 3" in rows(tmp_path / "mine")["digits", "mine"]["note"]
+
+
+def test_a_trial_that_another_process_is_at_is_missing_and_nothing_is_chosen_without_it(board, capsys, monkeypatch):
+    """What is chosen among some of the trials would be published as the best of all."""
+    plain = next(path for path in (board / "tuning" / "permuted-digits").iterdir() if "backprop" in path.name)
+    shutil.rmtree(plain)
+    (board / "digest.jsonl").unlink()
+    lr, train = float(re.search(r"_lr([^_]+)", plain.name)[1]), workers.train_one
+
+    def busy(config, root, **options):
+        if (config.method, config.lr) == ("backprop", lr):
+            return workers.Failure("another process is at it", elsewhere=True)
+        return train(config, root, **options)
+
+    monkeypatch.setattr(workers, "train_one", busy)
+    assert command([*RUN, "--streams", "digits", "--out", str(board)], SMALL) == 1
+    row = rows(board)["digits", "backprop"]
+    assert row["note"] == "missing: 1 of 6 tuning runs" and not row["rank"] and not row["setting"]
+    assert "another process is at it" in capsys.readouterr().err
+    assert json.loads((board / "failures.json").read_text()) == {}
+
+
+def test_the_lock_of_another_process_says_nothing_about_a_run(tmp_path):
+    config = SMALL.tracks[0].config({"lr": 0.1}, 0)
+    path = config.run_directory(tmp_path)
+    path.mkdir(parents=True)
+    handle = store._locked(path / store.LOCK)
+    failure = workers.train_one(config, tmp_path)
+    os.close(handle)
+    assert failure.elsewhere and "another process" in failure.reason
+    assert workers.train_one(config, tmp_path) is None
+
+
+@pytest.mark.parametrize("spoil", ["status.json", "metrics.jsonl"])
+def test_a_run_whose_files_are_damaged_is_missing_and_the_others_stay_on_the_board(board, capsys, spoil):
+    path = next(path for path in (board / "report" / "permuted-digits").iterdir() if path.name.startswith("gxd"))
+    (path / "seed1" / spoil).write_text("")
+    (board / "digest.jsonl").unlink()
+    assert command(["show", str(board)], SMALL) == 0
+    found = rows(board)
+    assert found["digits", "gxd"]["note"] == "missing: 1 of 3 seeds" and found["digits", "backprop"]["rank"]
+    assert f"{path.name}" in capsys.readouterr().err
+    assert command([*RUN, "--streams", "digits", "--out", str(board)], SMALL) == (1 if spoil == "status.json" else 0)
+
+
+def test_trials_that_failed_are_said_in_the_row(own, board, tmp_path):
+    only_fast = LATER.replace("state > 30", "state > 30 and next(host.trained()).lr > 0.09")
+    add(own(only_fast), board, tmp_path, "--streams", "digits")
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    assert row["rank"] and row["note"] == "3 of 6 trials failed: RuntimeError: too late"
+
+
+def test_who_is_on_some_of_the_streams_comes_after_those_who_are_on_all(own, board, tmp_path, monkeypatch):
+    monkeypatch.setattr(board_module, "ENOUGH", 0.5)  # of a board of four entries
+    add(own(FINE), board, tmp_path, "--streams", "digits")
+    with (tmp_path / "mine" / "ranks.csv").open() as file:
+        streams = [int(line["streams"]) for line in csv.DictReader(file)]
+    assert streams == sorted(streams, reverse=True) and streams[0] == 2 and streams[-1] == 1
+
+
+def test_the_curve_of_a_method_of_ones_own_has_its_name(own, board, tmp_path):
+    add(own(FINE), board, tmp_path, "--streams", "digits")
+    page = (tmp_path / "mine" / "board.html").read_text()
+    assert re.search(r"<text[^>]*>mine</text>|>mine</tspan>", page)
+    shown = (board / "board.html").read_text()
+    assert not re.search(r"<text[^>]*>mine</text>|>mine</tspan>", shown)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("times.json", "garbage", "delete this file alone"),
+        ("times.json", '{"digits": 5}', "damaged at 'digits': delete this file alone"),
+        ("times.json", '{"digits": {"backprop": "fast"}}', "damaged at 'digits'"),
+        ("objections.json", '{"digits": "no"}', "damaged at 'digits'"),
+        ("failures.json", "", "delete this file alone"),
+        ("own.json", '{"x": 3}', "own.json is damaged: restore it"),
+        ("protocol.json", "{", "restore it, or choose another directory"),
+    ],
+)
+def test_a_damaged_file_of_the_board_is_one_line_that_does_not_cost_the_runs(board, file, text, why):
+    (board / file).write_text(text)
+    with pytest.raises(UserError, match=why):
+        command(["show", str(board)], SMALL)
+
+
+@pytest.mark.parametrize("change", [{"seed": "0"}, {"churn": "abc"}, {"seconds": [1]}])
+def test_a_line_of_the_digest_with_values_of_another_kind_is_damaged(board, change):
+    first, *rest = (board / "digest.jsonl").read_text().splitlines()
+    (board / "digest.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
+    with pytest.raises(UserError, match=r"digest\.jsonl is damaged"):
+        command(["show", str(board)], SMALL)

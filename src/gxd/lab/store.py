@@ -208,16 +208,16 @@ def objects(text: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises :class:`UserError` if the file is none."""
+def read_json(file: Path, remedy: str = "delete its directory, and run it again") -> dict[str, Any]:
+    """A JSON object. Raises :class:`UserError`, with what to do, if the file is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{file} does not exist") from error
     except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): delete its directory, and run it again") from error
+        raise UserError(f"{file} is not JSON ({error}): {remedy}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: delete its directory, and run it again")
+        raise UserError(f"{file} holds no JSON object: {remedy}")
     return value
 
 

@@ -51,11 +51,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run could not be done: one line, the trace if it may be a bug, the number of a system's error."""
+    """Why a run could not be done: one line, the trace if it may be a bug, the number of a system's error.
+
+    ``elsewhere``: it says nothing about the run; another process is at its directory, say, or a file is damaged.
+    """
 
     reason: str
     trace: str = ""
     errno: int | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -314,7 +318,7 @@ def train_one(config: Experiment, root: Path, report: Any = None, files: Sequenc
             methods.load(file)
         run.train(replace(config, threads=1), root, report=report)
     except UserError as error:
-        return Failure(str(error))
+        return Failure(str(error), elsewhere=True)
     except BrokenPipeError:  # nobody listens any more
         raise
     except OSError as error:

@@ -103,12 +103,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Board:
-    """All of it. ``complete`` has the entries of each stream on all seeds, in the order of the rows."""
+    """All of it. ``complete`` has the entries of each stream on all seeds, in the order of the rows, ``own`` the names
+    of those that are the user's own.
+    """
 
     tracks: tuple[Track, ...]
     rows: tuple[Row, ...]
     complete: Mapping[str, tuple[Scores, ...]]
     standings: tuple[Standing, ...]
+    own: tuple[str, ...] = ()
 
     def of(self, track: Track) -> list[Row]:
         """The rows of a stream, the best first, what has no rank last."""
@@ -168,6 +171,9 @@ def _row(place: Place, records: Records, why: str, times: Mapping[str, float]) -
         row = _measured(row, reported, track)
     if len(reported) < len(runs):
         return replace(row, note=f"missing: {len(runs) - len(reported)} of {len(runs)} seeds"), None
+    failed = [record.note for record in tried if record.status == "failed"]
+    if failed and not row.note:
+        row = replace(row, note=f"{len(failed)} of {len(tried)} trials failed: {failed[0]}")
     curves = [record.curve for record in reported if record.curve]
     curve = tuple(fmean(point) for point in zip(*curves, strict=True)) if len(curves) == len(reported) else ()
     return row, Scores(row, tuple(score(record, track) for record in reported), curve)
@@ -254,8 +260,10 @@ def _gain(values: Sequence[float], base: Sequence[float] | None, higher: bool) -
 
 
 def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]) -> tuple[Standing, ...]:
-    """Ranks over all streams, the best first. The seeds of a stream are resampled together for all entries, for they
-    have seen the same tasks. Ranks among few of the entries are no ranks: a stream that is under way does not count.
+    """Ranks over all streams, the best first; who is not on all of them comes after those who are.
+
+    The seeds of a stream are resampled together for all entries, for they have seen the same tasks. Ranks among few of
+    the entries are no ranks: a stream that is under way does not count.
     """
     chance = np.random.default_rng(0)
     most = max(map(len, complete.values()), default=0)
@@ -278,4 +286,4 @@ def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]
         better = sum(row.gain_low is not None and row.gain_low > 0 for row in rows)
         worse = sum(row.gain_high is not None and row.gain_high < 0 for row in rows)
         found.append(Standing(method, len(own), fmean(own), float(low), float(high), max(own), better, worse))
-    return tuple(sorted(found, key=lambda standing: standing.mean_rank))
+    return tuple(sorted(found, key=lambda standing: (-standing.streams, standing.mean_rank)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -167,7 +167,8 @@ def _read(out: Path, protocol: Protocol, extra: Sequence[Entry] = ()) -> tuple[B
     every = work.places(protocol, rows.values())
     # A copy without the runs has the digest alone; of a run that is in both, its directory counts.
     records = work.collect(every, out, read_digest(out))
-    return make_board(every, records, read_times(out), work.read_objections(out)), records
+    board = make_board(every, records, read_times(out), work.read_objections(out))
+    return replace(board, own=tuple(entry.name for entry in extra)), records
 
 
 def _take_over(base: Path, out: Path, extra: Sequence[Entry]) -> None:
@@ -185,10 +186,10 @@ def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dic
 
 def _add(options: AddOptions, protocol: Protocol) -> int:
     base = _found(options.board, protocol)
-    before = dict(gxd.methods())
+    before, taken = dict(gxd.methods()), {*entries(), *gxd.methods(), *gxd.utilities()}
     module = methods.load(options.file)
     new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
-    replaced = [name for name in new if name in before]
+    replaced = [name for name in new if name in taken]
     if replaced:
         raise UserError(f"{options.file} registers {replaced[0]!r}, which is there already: give it a name of its own")
     if not new:

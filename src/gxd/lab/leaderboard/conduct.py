@@ -34,7 +34,7 @@ def objection(place: Place, stream: Stream) -> str:
                 _try(replace(place.track.config(values, place.protocol.tuning_seeds[0]), compile="no"), stream)
         except UserError as error:
             return str(error)
-        except Exception as error:  # whatever a method raises is a row of the board
+        except (Exception, SystemExit) as error:  # whatever a method raises is a row of the board
             return f"it raises {type(error).__name__}: {first_line(error)}"
     return ""
 

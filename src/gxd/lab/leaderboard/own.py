@@ -64,7 +64,9 @@ def grid(file: Path, texts: object, module: ModuleType) -> Sequence[Setting]:
 
 def _theirs(out: Path) -> Theirs:
     file = out / OWN
-    read = read_json(file) if file.exists() else {}
+    read = read_json(file, "restore it, or choose another --out") if file.exists() else {}
+    if not all(isinstance(about, (str, dict)) for about in read.values()):
+        raise UserError(f"{file} is damaged: restore it, or choose another --out")
     return {name: {"version": about} if isinstance(about, str) else about for name, about in read.items()}
 
 

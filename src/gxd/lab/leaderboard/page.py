@@ -14,9 +14,10 @@ from gxd.lab.report.page import Block, Section, Shown
 from gxd.lab.report.tables import Table
 
 NAMED = (BASE, FRESH, "gxd", "gxd_age", "gxd_mature", "contribution")
-"""Always labelled in the curves, beside the best; all others are thin lines."""
+"""Always labelled in the curves, beside the best and the user's own; all others are thin lines."""
 BEST = 3
 ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7", "gxd_mature": "#2fa4d9"}
+OWN = "#b3123b"
 OTHERS = ("#d55e00", "#cc6699", "#a6761d")
 
 
@@ -43,17 +44,17 @@ def _curves(board: Board, track: Track, name: str) -> Shown | None:
     drawn = [scores for scores in board.complete[track.name] if scores.curve]
     if not drawn:
         return None
-    best = sorted(drawn, key=lambda scores: scores.row.rank or 0)[:BEST]
+    colours = _colours(board, drawn)
     with style.styled():
         figure = style.new_figure(8.6, 3.6)
         axes = figure.add_subplot()
         scale = 100 if track.kind.classifies else 1
         labels, seen = [], []
-        for scores in sorted(drawn, key=lambda scores: _is_named(scores, best)):
+        for scores in sorted(drawn, key=lambda scores: scores.row.method in colours):
             points = [scale * value for value in scores.curve]
             tasks = [(i + 1) * track.config({}, 0).tasks / len(points) for i in range(len(points))]
-            if _is_named(scores, best):
-                colour = _colour(scores, best)
+            colour = colours.get(scores.row.method)
+            if colour is not None:
                 axes.plot(tasks, points, color=colour, linestyle="--" if scores.row.method == FRESH else "-")
                 labels.append(style.Label(tasks[-1], points[-1], scores.row.method, colour))
                 seen += points
@@ -74,12 +75,9 @@ def _curves(board: Board, track: Track, name: str) -> Shown | None:
     return Shown(name, "Learning curves", caption, [], [], Markup(style.inline(vector, name, alt)))
 
 
-def _is_named(scores: Scores, best: Sequence[Scores]) -> bool:
-    return scores.row.method in NAMED or scores in best
-
-
-def _colour(scores: Scores, best: Sequence[Scores]) -> str:
-    method = scores.row.method
-    if method in ACCENTS or method in style.COLOURS:
-        return ACCENTS.get(method) or style.colour(method)
-    return OTHERS[best.index(scores)]
+def _colours(board: Board, drawn: Sequence[Scores]) -> dict[str, str]:
+    """Of the curves that are labelled."""
+    best = [scores.row.method for scores in sorted(drawn, key=lambda scores: scores.row.rank or 0)[:BEST]]
+    known = {method: ACCENTS.get(method) or style.COLOURS.get(method) for method in (*best, *NAMED)}
+    fixed = {method: colour for method, colour in known.items() if colour is not None}
+    return {**dict(zip(best, OTHERS, strict=False)), **fixed, **dict.fromkeys(board.own, OWN)}

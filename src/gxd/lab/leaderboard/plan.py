@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gxd.lab.errors import UserError
+from gxd.lab.errors import UserError, first_line
 from gxd.lab.experiments import Experiment
 from gxd.lab.leaderboard.entries import Entry
 from gxd.lab.leaderboard.protocol import Protocol, Track
@@ -30,6 +31,8 @@ class Place:
             return self.entry.settings(self.protocol, self.track), ""
         except UserError as error:
             return [], str(error)
+        except (Exception, SystemExit) as error:  # of a user's own code
+            return [], f"making {self.entry.name} raises {type(error).__name__}: {first_line(error)}"
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -113,5 +116,14 @@ def setting_text(values: Mapping[str, Any]) -> str:
 
 def gather(runs: list[Run], out: Path, failures: Mapping[str, str], known: Records | None = None) -> Records:
     """The records of runs that are over: from their directories, else what is known of them."""
-    found = (run.record(out, failures) or (known or {}).get(run.name) for run in runs)
+    found = (_readable(run, out, failures) or (known or {}).get(run.name) for run in runs)
     return {record.name: record for record in found if record is not None}
+
+
+def _readable(run: Run, out: Path, failures: Mapping[str, str]) -> Record | None:
+    """The record of a run. One whose files are damaged is missing: the others stay on the board."""
+    try:
+        return run.record(out, failures)
+    except UserError as error:
+        print(f"gxd: {error}; until then it counts as missing", file=sys.stderr)
+        return None

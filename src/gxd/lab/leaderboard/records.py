@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
@@ -18,8 +18,10 @@ from gxd.lab.selection import LAST
 from gxd.lab.store import objects, read_json, read_metrics, write_bytes, write_json
 from gxd.lab.workers import SETTLED, status_of
 
+V = TypeVar("V")
 TUNING, REPORT = "tuning", "report"
 FAILURES, DIGEST = "failures.json", "digest.jsonl"
+FORGET = "delete this file alone, and what it says is found out again by gxd leaderboard run"
 POINTS = 40  # of a learning curve, at most
 
 
@@ -112,7 +114,17 @@ def failure_name(record: Record) -> str:
 
 def read_failures(out: Path) -> dict[str, str]:
     """Why runs have failed, by name."""
-    return {k: str(v) for k, v in read_json(out / FAILURES).items()} if (out / FAILURES).exists() else {}
+    file = out / FAILURES
+    return {k: str(v) for k, v in read_json(file, FORGET).items()} if file.exists() else {}
+
+
+def read_by_stream(file: Path, kind: type[V]) -> dict[str, dict[str, V]]:
+    """Stream -> method -> what a file says of it; nothing if there is no such file."""
+    found = read_json(file, FORGET) if file.exists() else {}
+    for name, values in found.items():
+        if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
+            raise UserError(f"{file} is damaged at {name!r}: {FORGET}")
+    return found
 
 
 def write_failures(out: Path, failures: Mapping[str, str]) -> None:
@@ -147,6 +159,9 @@ def read_digest(out: Path) -> Records:
 def _record(line: Mapping[str, Any]) -> Record:
     record = Record(**{**line, "curve": tuple(line.get("curve", ()))})
     numbers = (record.mean, record.last, *record.curve)
+    others = (record.churn, record.age, record.seconds)
+    if type(record.seed) is not int or not all(n is None or isinstance(n, (int, float)) for n in others):
+        raise ValueError(f"a run has the seed {record.seed!r}, and {others} for churn, age and seconds")
     if record.status == "done" and not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
         raise ValueError(f"a run that is done has the numbers {numbers[:2]}")
     return record

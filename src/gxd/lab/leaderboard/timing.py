@@ -13,8 +13,9 @@ import torch
 
 from gxd.lab.bench.measure import Step, compare, measure
 from gxd.lab.leaderboard.plan import Place
+from gxd.lab.leaderboard.records import read_by_stream
 from gxd.lab.steps import eager_step, prediction
-from gxd.lab.store import read_json, write_json
+from gxd.lab.store import write_json
 from gxd.lab.streams import Stream
 from gxd.lab.training import Training
 
@@ -52,9 +53,7 @@ def _make(place: Place, stream: Stream) -> Step:
 
 def read_times(out: Path) -> Times:
     """What was measured."""
-    if not (out / TIMES).exists():
-        return {}
-    return {track: dict(found) for track, found in read_json(out / TIMES).items()}
+    return read_by_stream(out / TIMES, float)
 
 
 def write_times(out: Path, times: Mapping[str, Mapping[str, float]]) -> None:

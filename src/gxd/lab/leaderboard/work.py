@@ -20,6 +20,7 @@ from gxd.lab.leaderboard.records import (
     Record,
     Records,
     failure_name,
+    read_by_stream,
     read_digest,
     read_failures,
     write_failures,
@@ -68,7 +69,7 @@ def check_protocol(out: Path, protocol: Protocol) -> bool:
                 f"{out} has files but no {PROTOCOL_FILE}, so it is no leaderboard: choose another directory"
             )
         return False
-    theirs = read_json(file)
+    theirs = read_json(file, "restore it, or choose another directory")
     if theirs.get("fingerprint") != protocol.fingerprint():
         raise UserError(
             f"{out} is of another protocol (version {theirs.get('version')}, {theirs.get('fingerprint')}; this is "
@@ -126,7 +127,7 @@ def _stage(stage: str, runs: list[Run], out: Path, means: Means, known: Records)
     root = out / stage
     over = {name for name, record in known.items() if record.status in workers.SETTLED}
     # By name, for entries may share a run.
-    missing = {run.name: run for run in runs if run.name not in over and not workers.settled(run.config, root)}
+    missing = {run.name: run for run in runs if run.name not in over and not _settled(run, root)}
     print(f"  {stage}: {len(runs)} runs, {len(runs) - len(missing)} of them done before", flush=True)
     if not missing:
         return []
@@ -137,10 +138,18 @@ def _stage(stage: str, runs: list[Run], out: Path, means: Means, known: Records)
     for run, outcome in zip(missing.values(), outcomes, strict=True):
         failures.pop(failure_name(run.draft), None)
         if outcome.failure is not None:
-            failures[failure_name(run.draft)] = outcome.failure.reason
+            if not outcome.failure.elsewhere:  # else it is still missing
+                failures[failure_name(run.draft)] = outcome.failure.reason
             wrong.append(f"{outcome.job.name} failed: {outcome.failure.reason}")
     write_failures(out, failures)
     return wrong
+
+
+def _settled(run: Run, root: Path) -> bool:
+    try:
+        return workers.settled(run.config, root)
+    except UserError:  # its directory is damaged: trying it says so, and the others go on
+        return False
 
 
 def _label(run: Run) -> str:
@@ -160,7 +169,7 @@ def _time(track: Track, able: list[Place], stream: Stream, out: Path) -> None:
 
 def read_objections(out: Path) -> dict[str, dict[str, str]]:
     """Stream -> method -> why it is not there."""
-    return {k: dict(v) for k, v in read_json(out / OBJECTIONS).items()} if (out / OBJECTIONS).exists() else {}
+    return read_by_stream(out / OBJECTIONS, str)
 
 
 def collect(chosen: Iterable[Place], out: Path, known: Records | None = None) -> Records:
