@@ -134,6 +134,29 @@ def test_the_run_that_measures_rounding_is_made_only_in_doubt():
     assert not checked.agrees(lambda weight, x: [step(weight, x)[0] * 2]) and "allowed" in vars(checked)
 
 
+def test_what_is_left_of_terms_that_cancel_is_as_uncertain_as_they_are():
+    """In a large network some gradients are nearly zero, and Adam divides them by themselves."""
+    terms = torch.randint(-10_000, 10_000, (64, 4096), generator=torch.Generator().manual_seed(2))
+    terms[1:, 0] += 7 - terms[1:].sum(1)  # of whole numbers, so that a nudge is of all of them alike
+    terms[0].abs_()  # not all sums are small
+    example = [terms, torch.tensor([0.1])]
+
+    def as_adam(terms, scale):
+        gradient = (terms * scale).sum(1)
+        return [gradient / (gradient.abs() + 1), (terms * scale).abs().sum(1)]
+
+    def one_by_one(terms, scale):
+        return [
+            (terms * scale).cumsum(1)[:, -1] / ((terms * scale).cumsum(1)[:, -1].abs() + 1),
+            as_adam(terms, scale)[1],
+        ]
+
+    checked = check(as_adam, example)
+    assert not torch.allclose(as_adam(*example)[0], one_by_one(*example)[0], rtol=1e-3)
+    assert checked.agrees(one_by_one)
+    assert not checked.agrees(lambda *given: [one_by_one(*given)[0], 1.01 * as_adam(*given)[1]])
+
+
 def test_what_is_not_finite_in_the_graph_is_not_judged():
     def logarithm(x):
         return [x.log()]
