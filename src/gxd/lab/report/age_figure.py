@@ -55,7 +55,7 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
     rules = rules_at(here)
     marks = _marks(rules)
     with style.styled():
-        figure = style.new_figure(1.2 + 2.5 * len(panels), 3.6 + 0.4 * len(methods))
+        figure = style.new_figure(1.2 + 2.0 * len(panels), 3.6 + 0.4 * len(methods))
         heights = (2.4, 0.6 + 0.4 * len(methods))
         grid = figure.subplots(2, len(panels), sharex="row", sharey="row", squeeze=False, height_ratios=heights)
         for above, below, panel in zip(*grid, panels, strict=True):
@@ -199,7 +199,7 @@ def _holds(values: list[float], many: int) -> bool:
 
 def _gain_axis(axes: Axes) -> None:
     axes.axvline(0, color=style.MUTED, linewidth=1.0, zorder=1)
-    axes.set_xlabel("points gained over the paper's rule")
+    axes.set_xlabel("points over the paper's rule")
     axes.grid(visible=False)
     axes.grid(visible=True, axis="x")
 
