@@ -239,10 +239,10 @@ def test_the_figure_has_a_mark_for_every_rule() -> None:
     found = {GXD._replace(exponent=exponent, maturity=maturity): of(0.8, 0.81) for exponent, maturity in rules}
     figure = age_figure.picture(found, DIGITS, 1e-3).drawn
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words[:2] == ["backprop", "paper's rule (\N{RIGHTWARDS ARROW} age, exponent 1)"]
+    assert words[:3] == ["backprop", "paper's rule", "to age, exponent 1"]
     assert {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
     marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
-    assert len(set(marks)) == len(marks) == len(words) - 2 == len(rules) - 1
+    assert len(set(marks)) == len(marks) == len(words) - 3 == len(rules) - 1
 
 
 def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the_papers() -> None:
@@ -253,12 +253,12 @@ def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the
         GXD._replace(method="backprop", rate=0.0): of(0.50, 0.52),
     }
     above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
-    (gain,) = [line for line in below.lines if line.get_marker() == "^"]
+    (gain,) = [line for line in below.lines if line.get_marker() == "v"]
     assert gain.get_xdata()[0] == pytest.approx(7.0)
     assert [line.get_ydata()[0] for line in above.lines] == pytest.approx([65.0, 51.0])  # its ring, and backprop
 
 
-def test_an_arrow_leads_from_the_papers_rule_to_the_highest_exponent_at_the_ages_that_are_reset() -> None:
+def test_a_line_leads_from_the_papers_rule_to_the_highest_exponent_at_the_ages_that_are_reset() -> None:
     found = {
         GXD: of(0.60, 0.70, age=110.0),
         GXD._replace(exponent=0.5): of(0.1, 0.1),
@@ -266,10 +266,24 @@ def test_an_arrow_leads_from_the_papers_rule_to_the_highest_exponent_at_the_ages
         GXD._replace(exponent=1.0, maturity=1000): of(0.1, 0.1),  # another maturity is no ranking alone
         GXD._replace(method="random"): of(0.75, 0.75, age=700.0),  # ranked by age it is itself
     }
-    above, _ = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
-    (arrow,) = above.texts
-    assert (*arrow.xyann, *arrow.xy) == pytest.approx((110.0, 65.0, 400.0, 85.0))
-    assert above.get_ylim()[1] > 85 and above.get_xlim()[1] > 700
+    above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
+    (line,) = [line for line in above.lines if len(line.get_xdata()) == 2]
+    assert list(line.get_xydata().flat) == pytest.approx([110.0, 65.0, 400.0, 85.0])
+    assert line.get_markevery() == [-1] and line.get_markerfacecolor() == line.get_color()  # the dot is where it ends
+    assert above.get_ylim()[1] > 85 and above.get_xlim()[0] < 100 and above.get_xlim()[1] > 700
+    assert [label.get_text() for label in below.get_yticklabels()] == ["GXD"]  # of random nothing is compared
+
+
+def test_every_gain_and_its_interval_lie_within_the_axes() -> None:
+    found = {
+        GXD: of(0.60, 0.62, 0.64),
+        GXD._replace(exponent=1.0): of(0.91, 0.90, 0.97),
+        GXD._replace(exponent=0.5): of(0.60, 0.40, 0.61),
+    }
+    _, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
+    ends = [x for collection in below.collections for segment in collection.get_segments() for x in segment[:, 0]]
+    low, high = below.get_xlim()
+    assert len(ends) == 4 and low < min(ends) < -35 and 30 < max(ends) < high
 
 
 def test_the_forest_fills_a_mark_only_if_its_gain_stands_among_all_the_comparisons() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from gxd.diagnose.student import quantile
 from gxd.lab.report import numbers, paper, style, tables
 from gxd.lab.report.age_results import (
+    PAPER_MATURITY,
     Result,
     Results,
     Rule,
@@ -42,16 +44,27 @@ AGE = (
     Mark("P", "#3f7f8f"),
     Mark("X", "#5f98a6"),
 )  # the lowest exponent first
-MATURITY = (Mark("^", "#b3123b"), Mark("v", "#e58aa0"), Mark("<", "#cc5577"), Mark(">", "#d9738f"))  # the longest first
+MATURITY = (
+    Mark("v", "#e58aa0"),
+    Mark("^", "#b3123b"),
+    Mark("<", "#cc5577"),
+    Mark(">", "#d9738f"),
+)  # the shortest first
 PAPERS = Mark("o", style.MUTED)
+RING: dict[str, Any] = {"marker": "o", "markerfacecolor": style.PAPER, "markersize": 6}
+PATH: dict[str, Any] = {"marker": "o", "markevery": [-1], "markersize": 5, "linewidth": 1.6}
 DASHES = (0, (3, 3))
+STRAIGHT = 2  # points of gain; beyond, the axis is logarithmic, so that one gain of 30 does not hide all others
+GAIN_TICKS = (-10, -2, 0, 2, 10)
 
 
 def picture(found: Results, stream: Stream, rate: float) -> Picture:
     """Above, at a glance: from the paper's rule to ranking by age. Below: what every rule gains over the paper's."""
     here = at_rate(found, stream, rate)
     panels = _networks(setting.panel for setting in here)
-    methods = sorted({setting.method for setting in here if setting.resets}, key=paper.method_order)
+    resets = [setting for setting in here if setting.resets]
+    compared = [setting for setting in resets if setting != papers(setting)]
+    methods = sorted({setting.method for setting in compared or resets}, key=paper.method_order)
     rules = rules_at(here)
     marks = _marks(rules)
     with style.styled():
@@ -59,28 +72,40 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
         heights = (2.4, 0.6 + 0.4 * len(methods))
         grid = figure.subplots(2, len(panels), sharex="row", sharey="row", squeeze=False, height_ratios=heights)
         for above, below, panel in zip(*grid, panels, strict=True):
-            mine = {setting: by_seed for setting, by_seed in here.items() if setting.panel == panel}
-            _arrows(above, mine)
-            _gains(below, mine, methods, marks)
+            _paths(above, {setting: by_seed for setting, by_seed in here.items() if setting.panel == panel})
+            for setting in compared:
+                if setting.panel == panel:
+                    _gain(below, here, setting, methods.index(setting.method), marks, len(compared))
+            _gain_axis(below)
             above.set_title(tables.panel_label(panel))
         first = grid[1, 0]
+        first.set_xscale("symlog", linthresh=STRAIGHT, linscale=0.7)
+        first.set_xticks(GAIN_TICKS, [f"{tick:+}" if tick else "0" for tick in GAIN_TICKS])
+        first.xaxis.set_minor_locator(NullLocator())
+        first.set_xlim(*_span(found, compared))
+        _age_axis(grid[0, 0], here)
         grid[0, 0].set_ylabel("accuracy, %")
         first.set_yticks(range(len(methods)), [paper.method_label(method) for method in methods])
         for label, method in zip(first.get_yticklabels(), methods, strict=True):
-            label.set_color(style.colour(method))  # the key to the colours above
+            label.set_color(style.colour(method))
         first.set_ylim(len(methods) - 0.5, -0.5)
-        handles = [Line2D([], [], color=style.MUTED, linestyle=DASHES, linewidth=1.0, label="backprop")]
-        handles += [_handle(f"paper's rule{_goes_to(rules)}" if r.is_papers else r.words, marks[r]) for r in rules]
-        figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8.5)
+        figure.legend(
+            handles=[*_key_above(here), *(_handle(rule.words, marks[rule]) for rule in rules if not rule.is_papers)],
+            loc="outside lower center",
+            ncols=4,
+            frameon=False,
+            fontsize=8.5,
+        )
     counts = sorted({len(by_seed) for by_seed in here.values()})
     counted = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return Picture(
         f"age-{stream.name}-rate-{rate:g}",
         f"Sparing newborns, {stream.label}, rate {rate:g}",
         f"{stream.label}, rate {rate:g}, {counted} seed{'s' * (counted != '1')}. Above: accuracy over the last eighth "
-        "of the tasks, and how old the units are that are reset; an arrow leads from the paper's rule to ranking by "
-        "age with the same utility. Below: points that a rule gains over the paper's, seed by seed, with 95 % "
-        "intervals.",
+        "of the tasks, and how old the units are that are reset (the median of a run, mean over the seeds); a line "
+        "leads from the paper's rule to ranking by age with the same utility, which has its colour below. Below: "
+        "points that a rule gains over the paper's, seed by seed, with 95 % intervals. Filled: the interval leaves 0 "
+        f"out after Bonferroni's correction for {len(compared)} comparisons, too.",
         figure,
         alt="Where ranking by age takes each utility from the paper's rule, and what each rule gains over it, "
         f"{stream.label}, rate {rate:g}",
@@ -142,16 +167,20 @@ def _words(rule: Rule) -> str:
 
 def _marks(rules: list[Rule]) -> dict[Rule, Mark]:
     by_age = [rule for rule in rules if rule.exponent]
-    longer = sorted((rule for rule in rules if not rule.exponent and not rule.is_papers), key=lambda r: -r.maturity)
+    longer = sorted((rule for rule in rules if not rule.exponent and not rule.is_papers), key=lambda r: r.maturity)
     marks = {rule: AGE[k % len(AGE)] for k, rule in enumerate(by_age)}
     marks |= {rule: MATURITY[k % len(MATURITY)] for k, rule in enumerate(longer)}
     return {rule: marks.get(rule, PAPERS) for rule in rules}
 
 
-def _goes_to(rules: list[Rule]) -> str:
-    """What the arrows mean."""
-    furthest = max(rule.exponent for rule in rules)
-    return f" (\N{RIGHTWARDS ARROW} {ranking(furthest)})" if furthest else ""
+def _key_above(here: Results) -> list[Line2D]:
+    """What rings, dots and dashes mean."""
+    keys = [Line2D([], [], color=style.MUTED, linestyle=DASHES, linewidth=1.0, label="backprop")]
+    keys += [Line2D([], [], linestyle="", label="paper's rule", color=style.MUTED, **RING)]
+    furthest = max(setting.exponent for setting in here)
+    if furthest:
+        keys += [Line2D([], [], label=f"to {ranking(furthest)}", color=style.MUTED, **PATH)]
+    return keys
 
 
 def _handle(words: str, mark: Mark) -> Line2D:
@@ -159,28 +188,17 @@ def _handle(words: str, mark: Mark) -> Line2D:
 
 
 def _look(mark: Mark) -> dict[str, Any]:
-    """The paper's rule is a ring, around what lies at the same place."""
-    if mark is PAPERS:
-        return {"marker": mark.shape, "color": mark.colour, "markerfacecolor": "none", "markersize": 7.5, "zorder": 3}
     return {"marker": mark.shape, "color": mark.colour, "markersize": 5}
 
 
-def _gains(axes: Axes, here: Results, methods: list[str], marks: dict[Rule, Mark]) -> None:
-    """A row per utility, a mark per rule but the paper's, which is the line at zero."""
-    for setting in here:
-        if setting.resets and setting != papers(setting):
-            _gain(axes, here, setting, methods.index(setting.method), marks)
-    _gain_axis(axes)
-
-
-def _gain(axes: Axes, found: Results, setting: Setting, row: int, marks: dict[Rule, Mark], many: int = 1) -> None:
+def _gain(axes: Axes, found: Results, setting: Setting, row: int, marks: dict[Rule, Mark], many: int) -> None:
     """What a setting gains over the paper's rule. Open if the interval has 0 in it at a level for ``many`` at once."""
-    values = [100 * gain for gain in paired_gains(found, setting).values()]
+    values = _points(found, setting)
     if not values:
         return
     gain, rule, shown = interval(values), Rule.of(setting), [rule for rule in marks if not rule.is_papers]
     look = _look(marks[rule])
-    if many > 1 and not _holds(values, many):
+    if not _holds(values, many):
         look["markerfacecolor"] = style.PAPER
     axes.errorbar(
         gain.value,
@@ -204,25 +222,43 @@ def _gain_axis(axes: Axes) -> None:
     axes.grid(visible=True, axis="x")
 
 
-def _arrows(axes: Axes, here: Results) -> None:
-    """Accuracy by age at reset. A ring is the paper's rule; its arrow goes to ranking by age, the highest exponent."""
+def _points(found: Results, setting: Setting) -> list[float]:
+    return [100 * gain for gain in paired_gains(found, setting).values()]
+
+
+def _span(found: Results, compared: Sequence[Setting]) -> tuple[float, float]:
+    """From the lowest end of an interval to the highest, with room for a tick on both sides of zero."""
+    gains = [interval(values) for setting in compared if (values := _points(found, setting))]
+    ends = [end for gain in gains for end in (gain.low, gain.high, gain.value) if math.isfinite(end)]
+    return 1.2 * min([-STRAIGHT, *ends]), 1.2 * max([STRAIGHT, *ends])
+
+
+def _paths(axes: Axes, here: Results) -> None:
+    """Accuracy by age at reset: a line from the paper's rule, a ring, to ranking by age, the highest exponent."""
     for setting, by_seed in here.items():
         hue, (age, accuracy) = style.colour(setting.method), _place(by_seed)
         if not setting.resets:
             axes.axhline(accuracy, color=style.MUTED, linestyle=DASHES, linewidth=1.0, zorder=1)
         elif setting == papers(setting):
-            axes.plot([age], [accuracy], marker="o", color=hue, markerfacecolor=style.PAPER, markersize=6, zorder=3)
             ranked = [other for other in here if other.exponent and papers(other) == setting]
             if ranked:
-                look = {"arrowstyle": "-|>", "color": hue, "linewidth": 1.6, "shrinkA": 3, "shrinkB": 0}
-                end = _place(here[max(ranked, key=lambda other: other.exponent)])
-                axes.plot(*end, linestyle="")  # an arrow alone is not seen by the limits of the axes
-                axes.annotate("", xy=end, xytext=(age, accuracy), arrowprops=look)
-    axes.set_xscale("log")  # ages and not churn, which is relative to the maturity
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                to = _place(here[max(ranked, key=lambda other: other.exponent)])
+                axes.plot((age, to[0]), (accuracy, to[1]), color=hue, zorder=2, **PATH)
+            axes.plot([age], [accuracy], color=hue, zorder=3, **RING)
+    axes.set_xlabel("median age at reset, steps")
+
+
+def _age_axis(axes: Axes, here: Results) -> None:
+    """Of ages and not of churn, which is relative to the maturity."""
+    axes.set_xscale("log")
+    ages = [
+        _place(by_seed)[0] for setting, by_seed in here.items() if setting.resets and setting.maturity == PAPER_MATURITY
+    ]
+    many = bool(ages) and max(ages) > 15 * min(ages)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("median age at reset, steps")
+    axes.set_xlim(left=0.9 * PAPER_MATURITY)
 
 
 def _place(by_seed: Mapping[int, Result]) -> tuple[float, float]:
