@@ -281,6 +281,8 @@ class Attachment(Acting):
                                                 times its earliest possible age at a reset (the maturity, or more where
                                                 resets are rare; of ReDo ``every``)
         ``gxd/median_age_at_reset``             median age of the units of the same resets, in steps
+        ``gxd/reach``                           share of all units that were reset in the second half of the steps so
+                                                far: how much of the network the resets renew
         ``gxd/nonfinite_observations``          observations left out because they held an infinity or a NaN
         ``gxd/<method>/resets``                 units reset so far by this method
         ``gxd/<method>/utility_median``         median over all units of the running utility; also ``utility_05`` and

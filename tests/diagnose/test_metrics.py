@@ -47,6 +47,29 @@ def test_churn_and_the_median_age_are_those_of_the_last_resets():
     assert age == statistics.median(ages[-20:]) and churn == pytest.approx(sum(young[-20:]) / 20)
 
 
+def test_reach_is_the_share_of_all_units_that_were_reset_in_the_second_half_of_the_steps():
+    rig = attach("contribution", replacement_rate=0.05, maturity=3)
+    last = {}  # the step of the last reset of each unit that ever had one
+    for step in range(1, 61):
+        rig.train()
+        last |= {(name, unit): step for name, index in rig.cbp.last_resets.items() for unit in index.tolist()}
+        late = sum(2 * when > step for when in last.values())
+        assert rig.cbp.metrics()["gxd/reach"] == pytest.approx(late / rig.cbp.plan.size)
+    assert late < len(last) < rig.cbp.plan.size  # some were reset early only, and some never
+
+
+def test_units_that_one_of_two_methods_resets_are_reached():
+    model = mlp()
+    optimizer, plan = sgd(model), plan_of()
+    methods = [gxd.method("continual_backprop", utility="random", replacement_rate=rate) for rate in (0.2, 0.0)]
+    both = gxd.attach(model, optimizer, *methods, plan=plan)
+    for _ in range(120):
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert both.total_resets > 0 and both.metrics()["gxd/reach"] > 0
+
+
 def test_no_more_than_the_last_resets_are_remembered():
     rig = attach("contribution", replacement_rate=1.0, maturity=0)
     ages, _ = naive(rig, 150, {"fc1": 0, "fc2": 0})
@@ -137,7 +160,8 @@ def test_every_method_has_metrics_before_while_and_after_it_is_attached(name):
     plan = plan_of(norm=True) if method.needs_units else None
     attached = gxd.attach(model, optimizer, method, plan=plan, on_unobserved="skip")
     first = attached.metrics()
-    assert first["gxd/resets"] == 0 and math.isnan(first["gxd/churn"]) and math.isnan(first["gxd/median_age_at_reset"])
+    assert first["gxd/resets"] == 0
+    assert all(math.isnan(first[f"gxd/{name}"]) for name in ("churn", "median_age_at_reset", "reach"))
     for _ in range(3):
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()

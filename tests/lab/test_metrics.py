@@ -34,7 +34,7 @@ def test_every_metric_that_is_measured_has_a_definition():
     model = models.mlp(64, 10, width=16)
     assert set(metrics.measure(model, *probe(model))) == MEASURED
     others = {"task", "test_accuracy", "test_loss", "online_accuracy", "loss", "resets"}
-    others |= {"churn", "median_age_at_reset"}
+    others |= {"churn", "median_age_at_reset", "reach"}
     assert set(metrics.DEFINITIONS) == MEASURED | others and all(metrics.DEFINITIONS.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from gxd.diagnose.definitions import norm, quantiles
 from gxd.methods.recent import RECENT, Recent
 from gxd.methods.unit_reset import UnitReset, UnitResets
 from gxd.plan.units import UnitPlan
+from gxd.score.state import UnitState
 
 Resets = Mapping[str, tuple[UnitReset, UnitResets]]  # the methods that reset units, by name, and their states
 
@@ -24,6 +25,7 @@ def logged(model: nn.Module, plan: UnitPlan, resets: Resets) -> dict[str, float]
             "gxd/resets": sum(state.total for _, state in resets.values()),
             "gxd/churn": churn,
             "gxd/median_age_at_reset": age,
+            "gxd/reach": reach([state.units for _, state in resets.values()]),
             "gxd/nonfinite_observations": sum(state.units.nonfinite for _, state in resets.values()),
         }
         for name, (_, state) in resets.items():
@@ -50,6 +52,18 @@ def logged(model: nn.Module, plan: UnitPlan, resets: Resets) -> dict[str, float]
     numbers = {name: float(value) for name, value in found.items() if not isinstance(value, Tensor)}
     numbers |= dict(zip(tensors, values, strict=True))
     return {name: numbers[name] for name in found}
+
+
+def reach(states: Sequence[UnitState]) -> Tensor | float:
+    """Share of all units that were reset in the second half of the steps so far; NaN before the first.
+
+    Churn says whom a reset hits, this how much of the network all of them together renew: ten units that are reset by
+    turns have a churn of 1, and so have all units that are reset by turns.
+    """
+    if not states or not states[0].step or not len(states[0].birth):
+        return math.nan
+    late = [units.birth * 2 > units.step for units in states]  # what one method resets is new to the others, too
+    return torch.stack(late).any(0).double().mean()
 
 
 def ages_at_reset(plan: UnitPlan, resets: Iterable[tuple[UnitReset, UnitResets]], count: int) -> tuple[float, float]:

@@ -28,6 +28,7 @@ DEFINITIONS: dict[str, str] = {
     "churn": "share of the task's resets, or of the last 1000 of them, that hit a unit younger than 1.5 times the "
     "maturity, or than 1.5 times its age at the first reset after that, if that is later; null without resets",
     "median_age_at_reset": "median age, in steps, of the units of the same resets; null without resets",
+    "reach": "share of all units that were reset in the second half of the steps so far; null where none are scored",
     "dormant_fraction": f"share of the hidden units whose mean |h| over the probe is at most {DORMANT} of the mean of "
     "their layer (Sokar et al. 2023); a unit that several tensors carry must be dormant in all. Small outputs only: a "
     "saturated tanh unit is not dormant",

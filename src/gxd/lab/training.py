@@ -63,9 +63,10 @@ class Training:
         return self.attached.total_resets if self.attached is not None else 0
 
     def reset_ages(self, count: int) -> dict[str, float]:
-        """Churn, and the median age of the units, of the last so many resets."""
+        """Churn, and the median age of the units, of the last so many resets; and the reach of all of them."""
         churn, age = self.attached.reset_ages(count) if self.attached is not None else (math.nan, math.nan)
-        return {"churn": churn, "median_age_at_reset": age}
+        reach = self.attached.metrics()["gxd/reach"] if self.attached is not None else math.nan
+        return {"churn": churn, "median_age_at_reset": age, "reach": reach}
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain values."""
