@@ -227,8 +227,8 @@ def test_a_task_without_resets_has_no_weight_in_churn_and_age() -> None:
     assert by_seed[0].accuracy == pytest.approx(0.9)
 
 
-def of(*accuracies: float, age: float = 200.0) -> dict[int, Result]:
-    return {seed: Result(value, 0.5, age, False) for seed, value in enumerate(accuracies)}
+def of(*accuracies: float, age: float = 200.0, reach: float = math.nan) -> dict[int, Result]:
+    return {seed: Result(value, 0.5, age, False, reach=reach) for seed, value in enumerate(accuracies)}
 
 
 GXD = Setting(DIGITS, ("tanh", False), "gxd", 0.0, 100, 1e-3)
@@ -239,10 +239,10 @@ def test_the_figure_has_a_mark_for_every_rule() -> None:
     found = {GXD._replace(exponent=exponent, maturity=maturity): of(0.8, 0.81) for exponent, maturity in rules}
     figure = age_figure.picture(found, DIGITS, 1e-3).drawn
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words[:3] == ["backprop", "paper's rule", "to age, exponent 1"]
+    assert words[:2] == ["backprop", "paper's rule"]
     assert {"age, exponent 0.25", "maturity 1000 = 1 / rate"} <= set(words)
     marks = [line.get_marker() for line in figure.axes[1].lines if len(line.get_xdata()) == 1]
-    assert len(set(marks)) == len(marks) == len(words) - 3 == len(rules) - 1
+    assert len(set(marks)) == len(marks) == len(words) - 2 == len(rules) - 1
 
 
 def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the_papers() -> None:
@@ -255,23 +255,35 @@ def test_the_figure_shows_what_a_rule_gains_on_the_seeds_that_it_shares_with_the
     above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
     (gain,) = [line for line in below.lines if line.get_marker() == "v"]
     assert gain.get_xdata()[0] == pytest.approx(7.0)
-    assert [line.get_ydata()[0] for line in above.lines] == pytest.approx([65.0, 51.0])  # its ring, and backprop
+    assert [line.get_ydata()[0] for line in above.lines] == pytest.approx([65.0, 81.0, 51.0])
 
 
-def test_a_line_leads_from_the_papers_rule_to_the_highest_exponent_at_the_ages_that_are_reset() -> None:
+def test_accuracy_is_drawn_by_the_share_of_units_that_resets_reach_a_mark_for_every_rule() -> None:
     found = {
-        GXD: of(0.60, 0.70, age=110.0),
-        GXD._replace(exponent=0.5): of(0.1, 0.1),
-        GXD._replace(exponent=1.0): of(0.8, 0.9, age=400.0),
-        GXD._replace(exponent=1.0, maturity=1000): of(0.1, 0.1),  # another maturity is no ranking alone
-        GXD._replace(method="random"): of(0.75, 0.75, age=700.0),  # ranked by age it is itself
+        GXD: of(0.60, 0.70, reach=0.25),
+        GXD._replace(exponent=1.0): {
+            **of(0.8, 0.9, reach=0.75),
+            2: Result(0.85, 0.5, 200.0, False),
+        },  # not in the third
+        GXD._replace(method="random"): of(0.75, 0.75, reach=1.0),
+        GXD._replace(method="backprop", rate=0.0): of(0.50, 0.52),
     }
     above, below = age_figure.picture(found, DIGITS, 1e-3).drawn.axes
-    (line,) = [line for line in above.lines if len(line.get_xdata()) == 2]
-    assert list(line.get_xydata().flat) == pytest.approx([110.0, 65.0, 400.0, 85.0])
-    assert line.get_markevery() == [-1] and line.get_markerfacecolor() == line.get_color()  # the dot is where it ends
-    assert above.get_ylim()[1] > 85 and above.get_xlim()[0] < 100 and above.get_xlim()[1] > 700
+    points = [line for line in above.lines if len(line.get_xdata()) == 1]
+    drawn = sorted((line.get_marker(), *(round(float(v), 9) for v in line.get_xydata()[0])) for line in points)
+    assert drawn == [("D", 0.75, 85.0), ("o", 0.25, 65.0), ("o", 1.0, 75.0)]
+    assert [line.get_ydata()[0] for line in above.lines if len(line.get_xdata()) == 2] == pytest.approx([51.0])
     assert [label.get_text() for label in below.get_yticklabels()] == ["GXD"]  # of random nothing is compared
+
+
+def test_runs_from_before_reach_was_recorded_are_drawn_by_the_ages_that_are_reset(tmp_path: Path) -> None:
+    found = {GXD: of(0.60, 0.70, age=110.0), GXD._replace(exponent=1.0): of(0.8, 0.9, age=400.0)}
+    age_results.write_digest(found, tmp_path)
+    digest_file = tmp_path / age_results.DIGEST
+    digest_file.write_text(digest_file.read_text().replace(', "reach": null', ""))
+    above, _ = age_figure.picture(age_results.collect([tmp_path]), DIGITS, 1e-3).drawn.axes
+    assert sorted(float(line.get_xdata()[0]) for line in above.lines) == pytest.approx([110.0, 400.0])
+    assert above.get_xscale() == "log" and "age at reset" in above.get_xlabel()
 
 
 def test_every_gain_and_its_interval_lie_within_the_axes() -> None:

@@ -1,21 +1,20 @@
-"""The figures of the age study: where ranking by age takes each utility, what every rule gains over the paper's."""
+"""The figures of the age study: accuracy by how much of a network is renewed, and what every rule gains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 from gxd.diagnose.student import quantile
 from gxd.lab.report import numbers, paper, style, tables
 from gxd.lab.report.age_results import (
     PAPER_MATURITY,
-    Result,
     Results,
     Rule,
     Setting,
@@ -24,7 +23,6 @@ from gxd.lab.report.age_results import (
     interval,
     paired_gains,
     papers,
-    ranking,
     rules_at,
 )
 from gxd.lab.report.evidence import Panel, panel_order
@@ -51,15 +49,14 @@ MATURITY = (
     Mark(">", "#d9738f"),
 )  # the shortest first
 PAPERS = Mark("o", style.MUTED)
-RING: dict[str, Any] = {"marker": "o", "markerfacecolor": style.PAPER, "markersize": 6}
-PATH: dict[str, Any] = {"marker": "o", "markevery": [-1], "markersize": 5, "linewidth": 1.6}
+RING: dict[str, Any] = {"markerfacecolor": style.PAPER, "markersize": 6, "zorder": 3}
 DASHES = (0, (3, 3))
 STRAIGHT = 2  # points of gain; beyond, the axis is logarithmic, so that one gain of 30 does not hide all others
 GAIN_TICKS = (-10, -2, 0, 2, 10)
 
 
 def picture(found: Results, stream: Stream, rate: float) -> Picture:
-    """Above, at a glance: from the paper's rule to ranking by age. Below: what every rule gains over the paper's."""
+    """Above, at a glance: accuracy by the reach of the resets. Below: what every rule gains over the paper's."""
     here = at_rate(found, stream, rate)
     panels = _networks(setting.panel for setting in here)
     resets = [setting for setting in here if setting.resets]
@@ -67,12 +64,15 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
     methods = sorted({setting.method for setting in compared or resets}, key=paper.method_order)
     rules = rules_at(here)
     marks = _marks(rules)
+    axis = _axis(here)
     with style.styled():
         figure = style.new_figure(1.2 + 2.0 * len(panels), 3.6 + 0.4 * len(methods))
         heights = (2.4, 0.6 + 0.4 * len(methods))
         grid = figure.subplots(2, len(panels), sharex="row", sharey="row", squeeze=False, height_ratios=heights)
         for above, below, panel in zip(*grid, panels, strict=True):
-            _paths(above, {setting: by_seed for setting, by_seed in here.items() if setting.panel == panel})
+            _places(
+                above, {setting: by_seed for setting, by_seed in here.items() if setting.panel == panel}, axis, marks
+            )
             for setting in compared:
                 if setting.panel == panel:
                     _gain(below, here, setting, methods.index(setting.method), marks, len(compared))
@@ -83,14 +83,15 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
         first.set_xticks(GAIN_TICKS, [f"{tick:+}" if tick else "0" for tick in GAIN_TICKS])
         first.xaxis.set_minor_locator(NullLocator())
         first.set_xlim(*_span(found, compared))
-        _age_axis(grid[0, 0], here)
+        axis.draw(grid[0, 0])
         grid[0, 0].set_ylabel("accuracy, %")
         first.set_yticks(range(len(methods)), [paper.method_label(method) for method in methods])
         for label, method in zip(first.get_yticklabels(), methods, strict=True):
             label.set_color(style.colour(method))
         first.set_ylim(len(methods) - 0.5, -0.5)
+        backprop = Line2D([], [], color=style.MUTED, linestyle=DASHES, linewidth=1.0, label="backprop")
         figure.legend(
-            handles=[*_key_above(here), *(_handle(rule.words, marks[rule]) for rule in rules if not rule.is_papers)],
+            handles=[backprop, *(_handle("paper's rule" if r.is_papers else r.words, marks[r]) for r in rules)],
             loc="outside lower center",
             ncols=4,
             frameon=False,
@@ -102,13 +103,11 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
         f"age-{stream.name}-rate-{rate:g}",
         f"Sparing newborns, {stream.label}, rate {rate:g}",
         f"{stream.label}, rate {rate:g}, {counted} seed{'s' * (counted != '1')}. Above: accuracy over the last eighth "
-        "of the tasks, and how old the units are that are reset (the median of a run, mean over the seeds); a line "
-        "leads from the paper's rule to ranking by age with the same utility, which has its colour below. Below: "
-        "points that a rule gains over the paper's, seed by seed, with 95 % intervals. Filled: the interval leaves 0 "
-        f"out after Bonferroni's correction for {len(compared)} comparisons, too.",
+        f"of the tasks, by {axis.words}; the mark is the rule, the colour the utility, as it is named below. Below: "
+        "points that a rule gains over the paper's, seed by seed, with 95 % intervals. Filled there: the interval "
+        f"leaves 0 out after Bonferroni's correction for {len(compared)} comparisons, too.",
         figure,
-        alt="Where ranking by age takes each utility from the paper's rule, and what each rule gains over it, "
-        f"{stream.label}, rate {rate:g}",
+        alt=f"Accuracy by {axis.words}, and what each rule gains over the paper's, {stream.label}, rate {rate:g}",
     )
 
 
@@ -173,22 +172,13 @@ def _marks(rules: list[Rule]) -> dict[Rule, Mark]:
     return {rule: marks.get(rule, PAPERS) for rule in rules}
 
 
-def _key_above(here: Results) -> list[Line2D]:
-    """What rings, dots and dashes mean."""
-    keys = [Line2D([], [], color=style.MUTED, linestyle=DASHES, linewidth=1.0, label="backprop")]
-    keys += [Line2D([], [], linestyle="", label="paper's rule", color=style.MUTED, **RING)]
-    furthest = max(setting.exponent for setting in here)
-    if furthest:
-        keys += [Line2D([], [], label=f"to {ranking(furthest)}", color=style.MUTED, **PATH)]
-    return keys
-
-
 def _handle(words: str, mark: Mark) -> Line2D:
     return Line2D([], [], linestyle="", label=words, **_look(mark))
 
 
-def _look(mark: Mark) -> dict[str, Any]:
-    return {"marker": mark.shape, "color": mark.colour, "markersize": 5}
+def _look(mark: Mark, colour: str | None = None) -> dict[str, Any]:
+    look = {"marker": mark.shape, "color": colour or mark.colour, "markersize": 5}
+    return {**look, **RING} if mark is PAPERS else look
 
 
 def _gain(axes: Axes, found: Results, setting: Setting, row: int, marks: dict[Rule, Mark], many: int) -> None:
@@ -233,34 +223,41 @@ def _span(found: Results, compared: Sequence[Setting]) -> tuple[float, float]:
     return 1.2 * min([-STRAIGHT, *ends]), 1.2 * max([STRAIGHT, *ends])
 
 
-def _paths(axes: Axes, here: Results) -> None:
-    """Accuracy by age at reset: a line from the paper's rule, a ring, to ranking by age, the highest exponent."""
+class _Axis(NamedTuple):
+    """What accuracy is drawn by."""
+
+    name: str  # of a field of Result
+    label: str
+    words: str
+
+    def draw(self, axes: Axes) -> None:
+        """Reach from 0 to 1, or ages as powers."""
+        if self.name == "reach":
+            axes.set_xlim(-0.06, 1.06)
+            axes.set_xticks((0, 0.5, 1), ("0", "50", "100"))
+        else:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlim(left=0.9 * PAPER_MATURITY)
+
+
+REACH = _Axis("reach", "units reached, %", "the share of all units that were reset in the second half of the tasks")
+AT_RESET = _Axis("age", "median age at reset, steps", "the median age of the units that are reset, in steps")
+
+
+def _axis(here: Results) -> _Axis:
+    """Reach, but of runs from before it was recorded."""
+    return REACH if any(math.isfinite(r.reach) for by_seed in here.values() for r in by_seed.values()) else AT_RESET
+
+
+def _places(axes: Axes, here: Results, axis: _Axis, marks: dict[Rule, Mark]) -> None:
+    """A mark of the rule in the colour of the utility; the paper's rule is a ring. Backprop is a dashed line."""
     for setting, by_seed in here.items():
-        hue, (age, accuracy) = style.colour(setting.method), _place(by_seed)
+        x = numbers.mean(v for v in (getattr(r, axis.name) for r in by_seed.values()) if math.isfinite(v)).value
+        y = 100 * numbers.mean(result.accuracy for result in by_seed.values()).value
         if not setting.resets:
-            axes.axhline(accuracy, color=style.MUTED, linestyle=DASHES, linewidth=1.0, zorder=1)
-        elif setting == papers(setting):
-            ranked = [other for other in here if other.exponent and papers(other) == setting]
-            if ranked:
-                to = _place(here[max(ranked, key=lambda other: other.exponent)])
-                axes.plot((age, to[0]), (accuracy, to[1]), color=hue, zorder=2, **PATH)
-            axes.plot([age], [accuracy], color=hue, zorder=3, **RING)
-    axes.set_xlabel("median age at reset, steps")
-
-
-def _age_axis(axes: Axes, here: Results) -> None:
-    """Of ages and not of churn, which is relative to the maturity."""
-    axes.set_xscale("log")
-    ages = [
-        _place(by_seed)[0] for setting, by_seed in here.items() if setting.resets and setting.maturity == PAPER_MATURITY
-    ]
-    many = bool(ages) and max(ages) > 15 * min(ages)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(left=0.9 * PAPER_MATURITY)
-
-
-def _place(by_seed: Mapping[int, Result]) -> tuple[float, float]:
-    age, accuracy = (numbers.mean(getattr(r, name) for r in by_seed.values()) for name in ("age", "accuracy"))
-    return age.value, 100 * accuracy.value
+            axes.axhline(y, color=style.MUTED, linestyle=DASHES, linewidth=1.0, zorder=1)
+        else:
+            axes.plot([x], [y], **_look(marks[Rule.of(setting)], style.colour(setting.method)))
+    axes.set_xlabel(axis.label)

@@ -103,13 +103,17 @@ class Rule(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one run came to over the last eighth of its tasks; churn and age are NaN without resets."""
+    """What one run came to over the last eighth of its tasks; churn and age are NaN without resets.
+
+    ``reach``: the share of all units that were reset in the second half of the tasks; NaN where it was not recorded.
+    """
 
     accuracy: float
     churn: float
     age: float
     diverged: bool
     seconds: float = 0.0
+    reach: float = math.nan
 
 
 Results = Mapping[Setting, Mapping[int, Result]]  # by seed
@@ -146,6 +150,7 @@ def _plain(value: float) -> float | None:
 def _read(file: Path) -> Iterable[tuple[Setting, int, Result]]:
     try:
         for line in objects(file.read_bytes()):
+            line.setdefault("reach", None)  # runs from before it was recorded
             values: list[Any] = [math.nan if line[name] is None else line[name] for name in Result._fields]
             tuples = {"stream": Stream(*line["stream"]), "panel": tuple(line["panel"])}
             setting = Setting(**{name: tuples.get(name, line[name]) for name in Setting._fields})
@@ -187,7 +192,9 @@ def _result(run: Run) -> Result:
     eighth = max(1, run.planned // 8)
     accuracy = run.last(kind.metric, eighth)
     churn, age = (run.last_by_resets(name, eighth) for name in ("churn", "median_age_at_reset"))
-    return Result(math.nan if accuracy is None else accuracy, churn, age, False, run.seconds or 0.0)
+    found = accuracy, run.last("reach", 1)
+    accuracy, reach = (math.nan if value is None else value for value in found)
+    return Result(accuracy, churn, age, False, run.seconds or 0.0, reach)
 
 
 def _order(setting: Setting) -> tuple[Any, ...]:

@@ -37,7 +37,8 @@ def overview(found: Results, stream: Stream, rate: float) -> Table:
     table = Table(
         f"age-{stream.name}-rate-{rate:g}",
         f"Accuracy by utility and rule, {stream.label}, rate {rate:g}",
-        f"In %, over the last eighth of the tasks: mean ± 95 % interval over seeds, and the churn, in %. Paper's: "
+        "In %, over the last eighth of the tasks: mean ± 95 % interval over seeds, and the churn, in %. Reach, where "
+        "it was recorded: the share of all units that were reset in the second half of the tasks, in %. Paper's: "
         f"absolute, maturity {PAPER_MATURITY}. By age: with the same maturity.",
         ["Utility", "Rule", *map(tables.panel_label, panels), "Seeds"],
     )
@@ -51,14 +52,18 @@ def overview(found: Results, stream: Stream, rate: float) -> Table:
         counts = sorted({len(by_seed) for by_seed in cells.values()})
         counted = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         named = Cell(paper.method_label(method)), Cell(rule.words if rule else "")
-        shown = [_accuracy_and_churn(cells.get(panel, {})) for panel in panels]
+        shown = [_came_to(cells.get(panel, {})) for panel in panels]
         table.rows.append([*named, *shown, Cell(counted)])
     return table
 
 
-def _accuracy_and_churn(by_seed: Mapping[int, Result]) -> Cell:
-    accuracy, churn = (interval(getattr(r, name) for r in by_seed.values()) for name in ("accuracy", "churn"))
-    return Cell(_plus_minus(accuracy), f"churn {100 * churn.value:.0f}" if math.isfinite(churn.value) else "")
+def _came_to(by_seed: Mapping[int, Result]) -> Cell:
+    accuracy, *others = (
+        interval(getattr(r, name) for r in by_seed.values()) for name in ("accuracy", "churn", "reach")
+    )
+    named = zip(("churn", "reach"), others, strict=True)
+    below = [f"{name} {100 * one.value:.0f}" for name, one in named if math.isfinite(one.value)]
+    return Cell(_plus_minus(accuracy), ", ".join(below))
 
 
 def by_rule(found: Results) -> Table:
@@ -121,20 +126,24 @@ def _gain(values: Sequence[float], named: str = "") -> Cell:
 def settings_table(found: Results) -> Table:
     """Every setting: accuracy, churn, and the age of the units that were reset."""
     columns = ["Stream", "Network", "Utility", "Ranking", "Maturity", "Rate", "Accuracy, %", "Churn, %", "Age at reset"]
+    columns += ["Reach, %"]
     table = Table(
         "age-settings",
         "Every setting",
         "Mean ± 95 % interval over seeds. Churn: the share of resets that hit a unit younger than 1.5 times the "
-        "maturity, so not comparable between maturities. Age: the median age at reset, in steps.",
+        "maturity, so not comparable between maturities. Age: the median age at reset, in steps. Reach: the share of "
+        "all units that were reset in the second half of the tasks, over the seeds on which it was recorded.",
         [*columns, "Seeds", "Diverged"],
     )
     for setting, by_seed in found.items():
         here = list(reported(by_seed).values())
         if not here:
             continue
-        accuracy, churn, age = (interval(getattr(one, name) for one in here) for name in ("accuracy", "churn", "age"))
+        names = "accuracy", "churn", "age", "reach"
+        accuracy, churn, age, reach = (interval(getattr(one, name) for one in here) for name in names)
         diverged = sum(one.diverged for one in here)
         shown = [_plus_minus(accuracy), _plus_minus(churn, digits=0), _plus_minus(age, scale=1.0, digits=0)]
+        shown += [_plus_minus(reach, digits=0)]
         cells = [*_words(setting), *shown, str(len(here)), str(diverged or "")]
         table.rows.append([Cell(text) for text in cells])
         table.records.append(
@@ -145,6 +154,7 @@ def settings_table(found: Results) -> Table:
                 **_bounds("accuracy", accuracy),
                 **_bounds("churn", churn),
                 **_bounds("age_at_reset", age),
+                **_bounds("reach", reach),
             }
         )
     return table
