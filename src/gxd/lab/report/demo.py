@@ -22,9 +22,9 @@ WHAT = (
     "GXD chooses the units whose reset changes the output least: for each unit it multiplies how far the unit is "
     "from its running mean, which is where the reset puts it, by how much the output depends on it, and resets the "
     "lowest.",
-    "The cheapest unit to reset is one that was reset a moment ago: nothing depends on it yet. So most resets hit "
-    "newborn units, and the old, saturated ones stay. Ranked by age, a unit is compared with units as old as itself; "
-    "random resets need no score to reach the old ones.",
+    "The cheapest unit to reset is one that was reset a moment ago: nothing depends on it yet. So a rule that resets "
+    "whatever is cheapest may renew the same few units over and over, and never reach the others, which grow old and "
+    "saturate. Ranked by age, a unit is compared with units as old as itself; random resets reach all.",
 )
 
 
@@ -86,7 +86,7 @@ def _picture(groups: dict[str, Group]) -> figures.Picture:
             figures.fit(main, drawn)
             style.label_ends(main, [figures.end_label(name, line) for name, line in drawn.items()], room=3.3)
         for row, (metric, title, scale) in enumerate(
-            [("churn", "Resets that hit a newborn unit, %", 100.0), ("effective_rank", "Effective rank", 1.0)]
+            [("reach", "Units that the resets reach, %", 100.0), ("effective_rank", "Effective rank", 1.0)]
         ):
             axes = figure.add_subplot(outer[row, 1])
             for name, group in groups.items():
@@ -101,7 +101,7 @@ def _picture(groups: dict[str, Group]) -> figures.Picture:
                 axes.set_xlabel("task")
     caption = f"Running mean over {smooth} tasks, "
     caption += f"mean over {seeds} seeds, shaded ± SE." if seeds > 1 else "one seed."
-    caption += " Newborn: younger than 1.5 times the maturity, before which no unit is reset."
+    caption += " Reached: of all hidden units, those that were reset in the second half of the tasks so far."
     return figures.Picture(
         NAME, "Accuracy on each new task, and what happens inside", caption, figure, alt=_seen(groups)
     )
@@ -118,7 +118,7 @@ def _table(groups: dict[str, Group]) -> tables.Table:
             "Method",
             f"Accuracy, first {width}, %",
             f"last {width}, %",
-            "Newborns among the resets, %",
+            "Units reached, %",
             "Rank at the end",
             "Diverged",
         ],
@@ -126,14 +126,14 @@ def _table(groups: dict[str, Group]) -> tables.Table:
     lasts = {name: group.last().value for name, group in groups.items() if not group.diverged}
     best = max((value for value in lasts.values() if math.isfinite(value)), default=math.nan)
     for name, group in groups.items():
-        churn = numbers.mean(run.last("churn") for run in group.settled)
+        reach = numbers.mean(run.last("reach", 1) for run in group.settled)
         rank = numbers.mean(run.last("effective_rank") for run in group.settled)
         table.rows.append(
             [
                 tables.Cell(paper.method_label(name)),
                 tables.Cell(tables.plus_minus(group.first())),
                 tables.Cell(tables.plus_minus(group.last()), "", "best" if lasts.get(name) == best else ""),
-                tables.Cell(tables.plus_minus(churn)),
+                tables.Cell(tables.plus_minus(reach)),
                 tables.Cell(tables.plus_minus(rank, scale=1.0)),
                 tables.Cell(
                     f"{len(group.diverged)}/{len(group.runs)}{group.so_far}", "", "bad" if group.diverged else ""

@@ -93,7 +93,7 @@ def goal(name: str, runs: Sequence[Run]) -> Goal:
 
 def is_share(metric: str) -> bool:
     """Whether a metric is a share, and so shown in percent."""
-    return metric.endswith(("accuracy", "fraction")) or metric == "churn"
+    return metric.endswith(("accuracy", "fraction")) or metric in ("churn", "reach")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ LARGE, SMALL = (430, 270), (330, 210)
 # In this order, then by name.
 METRICS = [
     *("test_accuracy", "online_accuracy", "test_loss", "loss", "dormant_fraction", "effective_rank", "stable_rank"),
-    *("weight_norm", "bias_norm", "gradient_norm", "resets", "churn", "median_age_at_reset", "largest_reference"),
+    *("weight_norm", "bias_norm", "gradient_norm", "resets", "churn", "median_age_at_reset", "reach"),
+    "largest_reference",
 ]
 
 
