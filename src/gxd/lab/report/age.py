@@ -1,4 +1,4 @@
-"""The page of the age study: is newborn churn what makes utilities fail, and which rule mends it?
+"""The page of the age study: whom do resets reach, is that why utilities fail, and which rule mends it?
 
 ``python -m gxd.lab.report.age RUNS... --out age`` reads the runs of the sweeps ``age-digits``, ``age-mnist``,
 ``age-mnist-long`` and ``age-resnet``, as far as they are, and writes ``index.html``, a figure per stream and rate, one
@@ -56,7 +56,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     lead = f"{len(every)} runs, {hours:.1f} hours of computing on one core."
     index.write_text(
         page.render(
-            "Newborn churn, and ranking by age",
+            "Newborn churn, and reach",
             lead,
             [],
             [Section("found", "What was found", texts, blocks)],
