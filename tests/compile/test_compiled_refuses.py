@@ -251,6 +251,51 @@ def test_noise_of_a_shape_alone_and_permutations_are_compared_and_are_those_of_t
     assert step.why_eager is None and not said and checks == [False]
 
 
+@pytest.mark.usefixtures("traced_only")
+def test_gradients_of_what_another_optimizer_trains_are_added_to_grad_as_backward_does():
+    for optimizer in (sgd, functools.partial(torch.optim.RMSprop, lr=1e-3)):
+        found = []
+        for why in ("asked for", None):
+            model = mlp()
+            body, head = optimizer(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1)
+            step = gxd.compiled_step(model, body, F.cross_entropy)
+            step.why_eager = why
+            for number, (x, y) in enumerate(batches()):
+                step(x, y)
+                if number % 2:  # two steps are added up
+                    head.step()
+                    head.zero_grad()
+            found.append({**model.state_dict(), "grad": model[2].weight.grad})
+        assert step.why_eager is None and step._programs and model[0].weight.grad is None
+        torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_gradients_that_an_optimizer_is_given_may_be_written_to():
+    class Clipping(torch.optim.RMSprop):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(0.5)
+            return super().step(closure)
+
+    class Shares(nn.Module):
+        """Gradients that autograd makes once, or does not spread out."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+            self.one, self.two, self.sum = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+
+        def forward(self, x):
+            return self.net(x) + (self.one + self.two) + self.sum.sum()
+
+    def loss(output, target):
+        return F.cross_entropy(output, target) + output.sum() / 100
+
+    step, said = both(Shares, batches(), loss=loss, optimizer=functools.partial(Clipping, lr=1e-3))
+    assert step.why_eager is None and not said and step._programs
+
+
 # --- with the compiler
 
 

@@ -6,7 +6,7 @@ autograd. What comes out is a flat graph without hooks, modules and autograd, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from itertools import chain, islice
@@ -105,9 +105,11 @@ class Program:
             part.observed = _units(part.units, values, next(results) if incomplete else None)
             if unreached:
                 scorer.warn_of_unreached(unreached, part.observed)
+        if self.graded:
+            self._leave_gradients(results)
         if self.recipe.update is None:
             try:
-                self._step_by_itself(results)
+                self._step_by_itself()
             finally:  # if it failed, this batch does not count
                 for part, _ in self.watched:
                     part.observed = None
@@ -123,14 +125,19 @@ class Program:
             self._states = states
         return not self.outdated
 
-    def _step_by_itself(self, gradients: Iterator[Tensor]) -> None:
-        """The optimizer steps in its own way; the units are scored already."""
+    def _leave_gradients(self, gradients: Iterator[Tensor]) -> None:
+        """As ``backward()`` does: what another optimizer trains may be waiting for several steps' gradients."""
         tensors = self.recipe.tensors()
-        for number, has_gradient in self.graded:
-            tensors[number].grad = next(gradients) if has_gradient else None
+        for number, gradient in zip(self.graded, gradients, strict=True):
+            before = tensors[number].grad
+            tensors[number].grad = gradient if before is None else before.add_(gradient)
+
+    def _step_by_itself(self) -> None:
+        """The optimizer steps in its own way; the units are scored already."""
         self.recipe.optimizer.step()
         self.recipe.optimizer.zero_grad()
-        for number, _ in self.graded:
+        tensors = self.recipe.tensors()
+        for number in chain(*self.recipe.trained):
             tensors[number].grad = None  # it may have been set to zero only
 
     def _parts(self, states: list[Tensor], inputs: Any, target: Any, traced: bool = False) -> Parts:
@@ -216,9 +223,9 @@ class Program:
                 direction = direction_of(scorer.utility.gradient, logits, classes, score, draw, traced=True)
                 self.probabilities = self.probabilities or direction.probabilities
                 sums[number] = scorer.scored(states[number], NOTHING, tensors, direction)
-        trained = [n for numbers in self.recipe.trained for n in numbers if leaves[n].requires_grad]
-        found = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
-        gradients = dict(zip(trained, found, strict=True))
+        graded = [n for n, tensor in enumerate(self.recipe.tensors()) if tensor.requires_grad]
+        found = torch.autograd.grad(loss, [leaves[n] for n in graded], allow_unused=True)
+        gradients = dict(zip(graded, found, strict=True))
         with torch.no_grad():
             if self.recipe.update is not None:
                 self._apply(self.recipe.update, parts, gradients)
@@ -236,16 +243,16 @@ class Program:
             raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")
         self.output = [(isinstance(value, Tensor), None if isinstance(value, Tensor) else value) for value in values]
         self.one_tensor = isinstance(output, Tensor)
-        self.graded = [(n, g is not None) for n, g in gradients.items()]
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
         self.seen = []
         for state, shown, (_, scorer) in zip(states, sums, self.watched, strict=True):
             results += _kept(state)
             results += [] if state.seen is None else [state.seen]
             self.seen.append((state.seen is not None, scorer.scoring.unreached(shown)))
-        if self.recipe.update is None:
-            results += [g for g in gradients.values() if g is not None]
-        return results
+        stepped = set() if self.recipe.update is None else set(chain(*self.recipe.trained))
+        left = {n: g for n, g in gradients.items() if g is not None and n not in stepped}
+        self.graded = list(left)
+        return [*results, *_apart(left.values(), [*chain(*parts), *results])]
 
     def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
         states, kept = iter(parts.states), dict(self.kept)
@@ -295,6 +302,17 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return [tensor for tensor, _ in found.values()]
+
+
+def _apart(gradients: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Each in memory of its own, as ``backward()`` leaves them: they may be written to."""
+    found, known = [], {tensor.untyped_storage()._cdata for tensor in others}
+    for gradient in gradients:
+        memory = gradient.untyped_storage()
+        whole = memory.nbytes() == gradient.nbytes
+        found.append(gradient if whole and memory._cdata not in known else gradient.clone())
+        known.add(memory._cdata)
+    return found
 
 
 def _kept(units: UnitState) -> list[Tensor]:

@@ -85,8 +85,10 @@ def compiled_step(
 
     Returns:
         A callable. ``step(inputs, target)`` returns the loss and the output, detached. Inputs are a tensor, a tuple
-        of positional arguments, or a dict of keyword arguments. Gradients are not left in ``.grad``.
-        ``step.recompile()`` compiles anew, ``step.why_eager`` says why a step is not compiled.
+        of positional arguments, or a dict of keyword arguments. Gradients of what ``optimizer`` trains are not left in
+        ``.grad``; those of other parameters are added there, for an optimizer of theirs (``requires_grad_(False)``
+        spares what nobody trains). ``step.recompile()`` compiles anew, ``step.why_eager`` says why a step is not
+        compiled.
 
     Example::
 
