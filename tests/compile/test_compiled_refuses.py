@@ -296,6 +296,68 @@ def test_gradients_that_an_optimizer_is_given_may_be_written_to():
     assert step.why_eager is None and not said and step._programs
 
 
+class Remembers(nn.Module):
+    """Its buffers are not written to, but others are put in their places."""
+
+    def __init__(self, shape=(6,), kind=torch.float32):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("now", torch.zeros(shape, dtype=kind))
+        self.register_buffer("before", torch.zeros(shape, dtype=kind))
+
+    def forward(self, x):
+        self.before = self.now
+        self.now = 0.5 * self.now + x.mean(0)
+        return self.net(x - self.before)
+
+
+class Shrinks(Remembers):
+    def forward(self, x):
+        self.now = 0.9 * self.now.mean(0) + 0.1 * x.mean(0)
+        return self.net(x - self.now)
+
+
+class Ties(Remembers):
+    """From the second step on they are one."""
+
+    def forward(self, x):
+        self.now.mul_(0.5).add_(x.mean(0))
+        output = self.net(x - self.before)
+        self.before = self.now
+        return output
+
+
+class Recurs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.GRUCell(6, 12), nn.Linear(12, 3)
+        self.register_buffer("hidden", torch.zeros(8, 12))
+
+    def forward(self, x):
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(hidden)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_buffer_in_whose_place_another_is_put_has_its_new_value_when_the_step_is_over():
+    for make in (Remembers, Recurs):
+        step, said = both(make, batches())
+        assert step.why_eager is None and not said and len(step._programs) == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(Remembers, kind=torch.int64), functools.partial(Shrinks, (1, 6)), Ties],
+    ids=["dtype", "shape", "tie"],
+)
+def test_a_buffer_in_whose_place_one_of_another_kind_or_another_s_is_put_runs_eagerly(make):
+    step, said = both(make, batches())
+    assert len(said) == 1 and "puts another tensor in the place of" in step.why_eager
+
+
 # --- with the compiler
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
-from gxd.compile.refusals import no_recomputation, refuse_other_leaves, refuse_own_tensors
+from gxd.compile.refusals import no_recomputation, refuse_other_buffers, refuse_other_leaves, refuse_own_tensors
 from gxd.compile.updates import Update
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
@@ -176,8 +176,10 @@ class Program:
             )
         return graph, returned[-1]
 
-    def _forward(self, parts: Parts) -> tuple[list[Tensor], tuple[Any, Tensor, Any]]:
-        """The parameters and buffers as autograd sees them, and the model's output, its loss and its score."""
+    def _forward(self, parts: Parts) -> tuple[list[Tensor], dict[int, Tensor], tuple[Any, Tensor, Any]]:
+        """The parameters and buffers as autograd sees them, what took the places of buffers, and the model's output,
+        its loss and its score.
+        """
         real = self.recipe.tensors()
         leaves = [
             t.detach().requires_grad_() if r.requires_grad else t for t, r in zip(parts.tensors, real, strict=True)
@@ -185,14 +187,15 @@ class Program:
         given = {f"model.{name}": leaves[number] for name, number in self.recipe.names.items()}
         held = dict(given)
         results = torch.func.functional_call(_Judged(self.recipe), held, self._given_batch(parts))
-        for name, number in self.recipe.names.items():
-            if held[f"model.{name}"] is not given[f"model.{name}"]:  # a buffer that was not written to but replaced
-                parts.tensors[number].copy_(held[f"model.{name}"])
-        return leaves, results
+        now = {name: held[f"model.{name}"] for name in self.recipe.names}
+        refuse_other_buffers(self.recipe, leaves, now, parts.batch)
+        new = {n: now[name].clone() for name, n in self.recipe.names.items() if now[name] is not leaves[n]}
+        return leaves, new, results
 
     def _drawn_like(self, parts: Parts, scorers: Sequence[Scorer]) -> list[Tensor]:
         """What each of the directions draws random numbers for."""
-        output, target = logits_of(self._forward(parts)[1][0]), self._given_batch(parts)[1]
+        *_, (output, _, _) = self._forward(parts)
+        output, target = logits_of(output), self._given_batch(parts)[1]
         likes: list[Tensor] = []
 
         def note(like: Tensor) -> Tensor:
@@ -213,7 +216,7 @@ class Program:
         tensors = {name: parts.tensors[number] for name, number in self.recipe.names.items()}
         kept, drawn = iter(parts.kept), iter(parts.noise)
         states = [_units(part.units, [next(kept) for _ in _kept(part.units)], None) for part, _ in self.watched]
-        leaves, (output, loss, score) = self._forward(parts)
+        leaves, replaced, (output, loss, score) = self._forward(parts)
         refuse_other_leaves(self.recipe, loss, leaves)
         sums = [NOTHING for _ in self.watched]
         for number, (_, scorer) in enumerate(self.watched):
@@ -238,6 +241,8 @@ class Program:
                 if sums[number].empty:
                     raise ObservationError("the step shows no unit of the plan")
                 states[number] = scorer.scoring.close(states[number], sums[number], wait=False)
+            for n, new in replaced.items():  # only now, for the backward pass may need the old ones
+                parts.tensors[n].copy_(new)
         values, self.returned = tree_flatten(output)
         if not all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values):
             raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")

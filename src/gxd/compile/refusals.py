@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,33 @@ def refuse_other_leaves(recipe: Recipe, loss: Tensor, leaves: Sequence[Tensor]) 
                 f"the loss depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
                 "model's, and a compiled step would give it none; make it a part of the model, or detach it"
             )
+
+
+def refuse_other_buffers(
+    recipe: Recipe, before: Sequence[Tensor], now: Mapping[str, Any], batch: Sequence[Tensor]
+) -> None:
+    """What ``forward`` puts in the place of a buffer is copied there: it has to be like it, and its own.
+
+    If it was another's as well (the batch, another buffer), a later change of one would be a change of both.
+    """
+    new = {number: now[name] for name, number in recipe.names.items() if now[name] is not before[number]}
+    owners = [*batch, *(tensor for number, tensor in enumerate(before) if number not in new)]
+    taken = {tensor.untyped_storage()._cdata for tensor in owners}
+    for number, tensor in new.items():
+        names = [name for name, known in recipe.names.items() if known == number]
+        old = before[number]
+        alike = (
+            isinstance(tensor, Tensor)
+            and (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
+            and not tensor.requires_grad
+            and not old.requires_grad
+        )
+        if not alike or tensor.untyped_storage()._cdata in taken or any(now[name] is not tensor for name in names):
+            raise ValueError(
+                f"the forward pass puts another tensor in the place of {names[0]!r}, one of another shape or kind, or "
+                "that is held elsewhere, too; write to it in place (copy_) instead"
+            )
+        taken.add(tensor.untyped_storage()._cdata)
 
 
 def _elsewhere(name: str) -> ValueError:
