@@ -358,6 +358,59 @@ def test_a_buffer_in_whose_place_one_of_another_kind_or_another_s_is_put_runs_ea
     assert len(said) == 1 and "puts another tensor in the place of" in step.why_eager
 
 
+class Penalised(nn.Module):
+    """``leaf``: whether the gradient is that of a copy of the batch, or of the batch."""
+
+    def __init__(self, leaf=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.leaf = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), leaf
+
+    def forward(self, x):
+        x = x.detach().requires_grad_() if self.leaf else x.requires_grad_()
+        output = self.net(x)
+        return output, torch.autograd.grad(output.logsumexp(1).sum(), x, create_graph=True)[0]
+
+
+def penalised(output, target):
+    return F.cross_entropy(output[0], target) + output[1].square().sum()
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_gradient_for_a_leaf_that_forward_makes_is_compiled():
+    step, said = both(Penalised, batches(), loss=penalised)
+    assert step.why_eager is None and not said and step._programs
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_batch_that_forward_wants_a_gradient_for_gets_it():
+    data = batches()
+    step, said = both(functools.partial(Penalised, leaf=False), data, loss=penalised)
+    assert len(said) == 1 and "requires a gradient" in step.why_eager and all(x.grad is not None for x, _ in data)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.filterwarnings("ignore::gxd.ObservationWarning")
+def test_layers_that_are_frozen_while_their_units_are_reset_are_compiled():
+    found = []
+    for why in ("asked for", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+        optimizer = sgd(model.parameters())
+        cbp = gxd.ContinualBackprop(
+            model, optimizer, example_inputs=batches()[0][0], replacement_rate=0.05, maturity=2, seed=1
+        )
+        step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
+        step.why_eager = why
+        for number, (x, y) in enumerate(batches(count=10)):
+            model[0].requires_grad_(number < 4)
+            step(x, y)
+        assert cbp.total_resets
+        found.append(model.state_dict())
+    assert step.why_eager is None and len(step._programs) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 # --- with the compiler
 
 

@@ -217,7 +217,7 @@ class Program:
         kept, drawn = iter(parts.kept), iter(parts.noise)
         states = [_units(part.units, [next(kept) for _ in _kept(part.units)], None) for part, _ in self.watched]
         leaves, replaced, (output, loss, score) = self._forward(parts)
-        refuse_other_leaves(self.recipe, loss, leaves)
+        refuse_other_leaves(self.recipe, loss, list(chain(*parts)))
         sums = [NOTHING for _ in self.watched]
         for number, (_, scorer) in enumerate(self.watched):
             if scorer.utility.needs_observe:

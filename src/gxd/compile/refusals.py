@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from gxd.compile.recipe import Recipe
 
@@ -21,11 +22,13 @@ def refuse_own_tensors(recipe: Recipe, outside: Sequence[Tensor]) -> None:
             raise _elsewhere(recipe.name(number))
 
 
-def refuse_other_leaves(recipe: Recipe, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Whatever else the loss has a gradient for would not get it: a temperature that has another optimizer."""
-    known = set(map(id, leaves))
+def refuse_other_leaves(recipe: Recipe, loss: Tensor, given: Sequence[Tensor]) -> None:
+    """What the loss has a gradient for, and is not the model's, would not get it: a temperature that has another
+    optimizer, or a batch. What is made within the step is fake, and nobody sees its gradient: the input of a penalty.
+    """
+    known = set(map(id, given))  # parameters are none of them, but made of them
     for tensor in _leaves_of(loss):
-        if id(tensor) not in known:
+        if id(tensor) in known or not isinstance(tensor, FakeTensor):
             name = recipe.name_of(tensor)
             if name is not None:
                 raise _elsewhere(name)
