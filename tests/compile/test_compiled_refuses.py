@@ -411,6 +411,57 @@ def test_layers_that_are_frozen_while_their_units_are_reset_are_compiled():
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def clipping(optimizer):
+    """Put a function around the step of an optimizer."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def clipped(*args, **kwargs):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+        return step(*args, **kwargs)
+
+    optimizer.step = clipped
+
+
+def scheduled(parameters, clip=False):
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if clip:
+        clipping(optimizer)
+    return optimizer
+
+
+def advance(number, model, optimizer):
+    if number:
+        optimizer.schedule.step()
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("clip", [False, True])
+def test_what_is_put_around_the_step_of_an_optimizer_is_not_passed_over(clip):
+    step, said = both(mlp, batches(), optimizer=functools.partial(scheduled, clip=clip), before=advance)
+    assert step.why_eager is None and not said and len(step._programs) == 1
+    assert (step._recipe.update is None) == clip  # a schedule only counts the calls
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_what_is_put_around_the_step_of_an_optimizer_later_on_is_seen_and_a_schedule_compiles_nothing():
+    def clip_later(number, model, optimizer):
+        if number == 2:
+            clipping(optimizer)
+
+    def schedule_later(number, model, optimizer):
+        if number == 2:
+            optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        elif number > 2:
+            optimizer.schedule.step()
+
+    step, said = both(mlp, batches(), before=clip_later)
+    assert step.why_eager is None and not said and len(step._programs) == 1 and step._recipe.update is None
+    step, said = both(mlp, batches(), before=schedule_later)
+    assert step.why_eager is None and not said and len(step._programs) == 1 and step._recipe.update is not None
+
+
 # --- with the compiler
 
 

@@ -57,9 +57,10 @@ class Recipe:
         return self.optimizer.param_groups
 
     def same_as(self, other: Recipe) -> bool:
-        """Whether the tensors are found in the same places, and the optimizer trains the same of them."""
+        """Whether the tensors are found in the same places, and the optimizer trains the same of them, and alike."""
         return (
             self.names == other.names
+            and self.update is other.update
             and all(a[0] is b[0] for a, b in zip(self.places, other.places, strict=True))
             and (self.trained, self.foreign) == (other.trained, other.foreign)
         )

@@ -77,7 +77,8 @@ def compiled_step(
 
     Args:
         model: the model. Its parameters may be changed in place at any time, as always.
-        optimizer: SGD, Adam and AdamW are compiled too; others step by themselves after the compiled part.
+        optimizer: SGD, Adam and AdamW are compiled too; others, and those whose ``step`` was replaced (to clip
+            gradients in it), step by themselves after the compiled part.
         loss: ``loss(output, target)``, a scalar, such as ``F.cross_entropy``.
         cbp: resets the units of ``model`` and ``optimizer``. None: plain backpropagation.
         score: ``score(output, target)``, one number per example, is observed in place of the logits and the target:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_SCHEDULES = vars(torch.optim.lr_scheduler)
 State = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -36,7 +37,19 @@ class Update:
 def update_of(optimizer: Optimizer) -> Update | None:
     """The update rule of an optimizer, or None if it must step by itself."""
     special = any(group.get("differentiable") for group in optimizer.param_groups)
-    return None if special else _UPDATES.get(type(optimizer))
+    if special or step_of(optimizer) is not getattr(type(optimizer), "step", None):
+        return None
+    return _UPDATES.get(type(optimizer))
+
+
+def step_of(optimizer: Optimizer) -> Any:
+    """The function that an optimizer steps with. What schedules put around it only counts the calls, and is left out;
+    what users put around it may do anything, such as clip gradients.
+    """
+    step: Any = optimizer.step
+    while getattr(step, "__globals__", None) is _SCHEDULES:
+        step = step.__wrapped__
+    return getattr(step, "__func__", step)
 
 
 def _sgd(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> None:

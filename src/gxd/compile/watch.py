@@ -15,6 +15,7 @@ from torch.optim import optimizer as every_optimizer
 
 from gxd.compile.names import PLAIN, Names
 from gxd.compile.recipe import Recipe
+from gxd.compile.updates import step_of
 from gxd.observe.hooks import Hook
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -105,7 +106,7 @@ class Watch:
         tensors = self.recipe.tensors()
         trained = [p for group in self.optimizer.param_groups for p in (*group["params"], None)]
         kinds = [*map(_kind, tensors), *map(Tensor.stride, tensors)]
-        return kinds, [*tensors, *trained, *[read() for read in self._reads]]
+        return kinds, [*tensors, *trained, step_of(self.optimizer), *[read() for read in self._reads]]
 
     def _optimizer_hooks(self) -> list[Mapping[int, Any]]:
         return [
