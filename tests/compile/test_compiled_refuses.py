@@ -462,6 +462,30 @@ def test_what_is_put_around_the_step_of_an_optimizer_later_on_is_seen_and_a_sche
     assert step.why_eager is None and not said and len(step._programs) == 1 and step._recipe.update is not None
 
 
+class Filters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter, self.head = nn.Parameter(torch.randn(4, dtype=torch.cfloat)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+
+
+COMPLEX = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_parameters_are_updated_as_pairs_of_real_ones(name):
+    step, said = both(Filters, batches(count=20), optimizer=COMPLEX[name])
+    assert step.why_eager is None and not said and step._programs
+
+
 # --- with the compiler
 
 
@@ -518,3 +542,8 @@ def test_states_of_another_memory_format_are_compiled_for():
     data = [(torch.randn(4, 2, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(6)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     compiled(make, data, optimizer=optimizer, before=load)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_step_with_complex_parameters_gives_the_numbers_of_the_eager_loop():
+    compiled(Filters, batches(), optimizer=COMPLEX["adam"])

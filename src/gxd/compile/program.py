@@ -25,7 +25,7 @@ from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
 from gxd.compile.refusals import no_recomputation, refuse_other_buffers, refuse_other_leaves, refuse_own_tensors
-from gxd.compile.updates import Update
+from gxd.compile.updates import Update, real
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
 from gxd.plan.find import call_arguments
@@ -264,12 +264,12 @@ class Program:
         for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
             names = update.state(group)
             for n in numbers:
-                state = {name: next(states) for name in kept.get(n, ())}
+                state = {name: real(next(states)) for name in kept.get(n, ())}
                 gradient = gradients.get(n)
                 if gradient is not None:
                     if len(state) < len(names):
                         raise StateMissing(self.recipe.name(n))
-                    update.apply(parts.tensors[n], gradient, state, lr, group)
+                    update.apply(real(parts.tensors[n]), real(gradient), state, lr, group)
 
 
 class _Judged(nn.Module):

@@ -26,7 +26,7 @@ class Update:
         settings: the options that are compiled in; a change of one compiles again. The learning rate is not among
             them: schedules change it at every step.
         state: the names of the tensors it keeps per parameter, given its options.
-        apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state.
+        apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state. All are :func:`real`.
     """
 
     settings: tuple[str, ...]
@@ -50,6 +50,11 @@ def step_of(optimizer: Optimizer) -> Any:
     while getattr(step, "__globals__", None) is _SCHEDULES:
         step = step.__wrapped__
     return getattr(step, "__func__", step)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A tensor of complex numbers as one of pairs, which is what optimizers write to and square."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _sgd(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> None:
