@@ -486,6 +486,34 @@ def test_complex_parameters_are_updated_as_pairs_of_real_ones(name):
     assert step.why_eager is None and not said and step._programs
 
 
+class Divides(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.net, self.by, self.read = mlp(), torch.ones(1), read  # not registered
+
+    def forward(self, x):
+        return self.net(x) / self.read(self.by)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.item, float, int, lambda t: t.tolist()[0], lambda t: t.numpy()[0], lambda t: 3 if t > 2 else 1],
+)
+def test_a_number_that_is_read_from_a_tensor_of_nobody_s_is_no_constant(read):
+    def change(number, model, optimizer):
+        model.by.fill_(1 + number)
+
+    step, said = both(functools.partial(Divides, read), batches(), before=change)
+    assert len(said) == 1 and step.why_eager is not None
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_number_that_is_read_from_a_tensor_made_of_a_constant_is_one():
+    step, said = both(functools.partial(Divides, lambda _: torch.tensor(2.0).item()), batches())
+    assert step.why_eager is None and not said and step._programs
+
+
 # --- with the compiler
 
 

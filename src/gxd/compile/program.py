@@ -24,7 +24,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
-from gxd.compile.refusals import no_recomputation, refuse_other_buffers, refuse_other_leaves, refuse_own_tensors
+from gxd.compile.refusals import (
+    NoReading,
+    no_recomputation,
+    refuse_other_buffers,
+    refuse_other_leaves,
+    refuse_own_tensors,
+)
 from gxd.compile.updates import Update, real
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
@@ -169,6 +175,7 @@ class Program:
 
         with ExitStack() as stack, torch.enable_grad():
             stack.enter_context(no_recomputation())
+            stack.enter_context(NoReading())
             for _, scorer in self.watched:
                 stack.enter_context(scorer.aside())
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from gxd.compile.recipe import Recipe
 
@@ -102,3 +103,19 @@ def no_recomputation() -> Iterator[None]:
         yield
     finally:
         hooks.__enter__ = enter
+
+
+class NoReading(TorchFunctionMode):
+    """Refuse to read numbers from tensors that are no part of the trace: they would be constants of it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _READS and not isinstance(args[0], FakeTensor):
+            raise ValueError(
+                f"the step reads a number from a tensor ({function.__name__}), which a compiled step would do only "
+                "once; compute with the tensor itself, or keep the number in a variable or an attribute"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__}
+_READS |= {Tensor.__bool__, Tensor.__index__, Tensor.__complex__}
