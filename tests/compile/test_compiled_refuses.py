@@ -514,6 +514,23 @@ def test_a_number_that_is_read_from_a_tensor_made_of_a_constant_is_one():
     assert step.why_eager is None and not said and step._programs
 
 
+@pytest.mark.usefixtures("traced_only")
+def test_a_layer_that_learns_its_shape_from_the_first_batch_is_compiled_from_then_on():
+    def lazy():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(12), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(12, 3))
+
+    def grow(number, model, optimizer):
+        if number == 2 and len(model) == 4:
+            torch.manual_seed(1)
+            model.append(nn.LazyLinear(3))
+            optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+    for before in (lambda *_: None, grow):
+        step, said = both(lazy, batches(), before=before)
+        assert step.why_eager is None and not said and step._programs
+
+
 # --- with the compiler
 
 

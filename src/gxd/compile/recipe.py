@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gxd.attachment import Attachment
@@ -76,6 +77,10 @@ class Recipe:
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
         return [held[key] for held, key in self.places]
+
+    def unfinished(self) -> bool:
+        """Whether a layer has yet to learn its shape, from the first batch."""
+        return any(map(is_lazy, self.tensors()))
 
     def device(self) -> str:
         """The type of the device that the model is on."""

@@ -140,6 +140,7 @@ class CompiledStep:
         self.why_eager: str | None = None
         self._programs: dict[Key, Program] = {}
         self._watches: list[Watch] = []
+        self._watch: Watch | None = None
         self._warm = self._told = False
         self._doubt: str | None = None  # why this batch was not compiled; it counts if an eager step takes the batch
         self._recipe = self._new_recipe()
@@ -151,10 +152,11 @@ class CompiledStep:
             raise ValueError(CLOSED)
         if isinstance(inputs, Mapping):
             inputs = dict(inputs)  # of whatever class, as tokenizers return
-        if self.why_eager is None and not self._watch.unchanged():
+        if self.why_eager is None and (self._watch is None or not self._watch.unchanged()):
             self._look()
         self._doubt = None
-        program = self._program(inputs, target) if self.why_eager is None and not self._gradients_wait() else None
+        ready = self.why_eager is None and self._watch is not None and not self._gradients_wait()
+        program = self._program(inputs, target) if ready else None
         result = program(inputs, target) if program is not None else None
         if result is not None:
             return result
@@ -194,12 +196,15 @@ class CompiledStep:
             self._recipe = recipe
             self._programs.clear()
             self._watches.clear()
+        if self._recipe.unfinished():
+            self._watch = None  # an eager step gives the layers their shapes
+            return
         known = next((watch for watch in self._watches if watch.unchanged()), None)
         if known is None:
             known = Watch(self._recipe)
             self._watches.append(known)
         self._watch = known
-        why = _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
+        why = _impossible(self.model, self.optimizer, self.cbp, self._recipe, known)
         if why is not None:
             self._fall_back(why)
 
@@ -218,6 +223,7 @@ class CompiledStep:
 
     def _program(self, inputs: Any, target: Any) -> Program | None:
         """The program for this batch, or None if there is none."""
+        assert self._watch is not None
         device = self._recipe.device()
         try:
             batch = (shape_of(inputs), shape_of(target))
@@ -241,6 +247,7 @@ class CompiledStep:
         return program
 
     def _make(self, inputs: Any, target: Any) -> Program | None:
+        assert self._watch is not None
         try:
             with self._watch.undone() as changed, _as_written():
                 program = Program(self._recipe, inputs, target)
@@ -279,7 +286,7 @@ class CompiledStep:
         self.why_eager = why
         self._programs.clear()
         self._watches.clear()  # they keep what they have seen
-        del self._watch
+        self._watch = None
         warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning)
 
 
