@@ -592,3 +592,37 @@ def test_states_of_another_memory_format_are_compiled_for():
 @pytest.mark.usefixtures("compiler")
 def test_a_step_with_complex_parameters_gives_the_numbers_of_the_eager_loop():
     compiled(Filters, batches(), optimizer=COMPLEX["adam"])
+
+
+class Looks(nn.Module):
+    """Looks up rows, of which there are six."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.norm, self.net = nn.Embedding(6, 6), nn.BatchNorm1d(6), mlp()
+
+    def forward(self, x, number):
+        return self.net(F.dropout(self.norm(x), 0.1) + self.rows(number))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("bad", ["input", "target"])
+def test_a_batch_with_bad_numbers_raises_what_the_eager_step_raises_and_moves_no_counter(bad):
+    model = Looks()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = gxd.compiled_step(model, optimizer, F.cross_entropy)
+    (x, y), number = batches()[0], torch.arange(8) % 6
+    for _ in range(3):
+        step((x, number), y)
+    assert step.why_eager is None
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    random = torch.get_rng_state()
+    with pytest.raises(IndexError):
+        step((x, number + 3 if bad == "input" else number), y + 9 if bad == "target" else y)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.named_parameters()), weights, rtol=0, atol=0)
+    torch.set_rng_state(random)
+    step((x, number), y)
+    assert step.why_eager is None and {int(state["step"]) for state in optimizer.state.values()} == {4}

@@ -7,7 +7,7 @@ autograd. What comes out is a flat graph without hooks, modules and autograd, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from enum import Enum
 from itertools import chain, islice
 from numbers import Number
@@ -31,7 +31,7 @@ from gxd.compile.refusals import (
     refuse_other_leaves,
     refuse_own_tensors,
 )
-from gxd.compile.updates import Update, real
+from gxd.compile.updates import Update, count, real
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
 from gxd.plan.find import call_arguments
@@ -75,6 +75,7 @@ class Program:
             raise ValueError("the batch requires a gradient, which a compiled step does not give it; detach it")
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.probabilities = False  # whether the target has to lie in [0, 1]
+        self.counters: list[int] = []  # which of the states count steps
         self.drawn: list[tuple[Scorer, Tensor]] = []  # who draws random numbers, and like what
         noisy = [scorer for _, scorer in self.watched if scorer.utility.gradient in RANDOM]
         if noisy and recipe.score is None:
@@ -100,7 +101,14 @@ class Program:
         if self.probabilities:  # out here, for values cannot be looked at in the trace
             check_probabilities(target)
         parts = self._parts(states, inputs, target)
-        results = iter(self.function(*chain(*parts), *self.outside, *[draw() for draw in self.draws]))
+        drawn = [draw() for draw in self.draws]
+        try:
+            results = iter(self.function(*chain(*parts), *self.outside, *drawn))
+        except Exception:
+            self._try_eagerly(inputs, target)
+            raise
+        if self.counters:
+            count([states[number] for number in self.counters])
         loss = next(results)
         if self.one_tensor:
             output = next(results)
@@ -123,6 +131,18 @@ class Program:
             self.attached.stepped()
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return loss, output
+
+    def _try_eagerly(self, inputs: Any, target: Any) -> None:
+        """Raise what the model itself has to say of a batch that compiled code failed with; else nothing is changed."""
+        places = self.recipe.places
+        buffers = [(held, key, held[key]) for held, key in places if not isinstance(held[key], nn.Parameter)]
+        copies = [tensor.clone() for _, _, tensor in buffers]
+        try:
+            with torch.random.fork_rng(), nullcontext() if self.attached is None else self.attached.paused():
+                _Judged(self.recipe)(inputs, target)
+        finally:
+            for (held, key, tensor), copy in zip(buffers, copies, strict=True):
+                held[key] = tensor.copy_(copy)
 
     def _fits(self, states: list[Tensor]) -> bool:
         """Whether the code was made for such states. Loading them makes others, and of another layout perhaps."""
@@ -267,16 +287,19 @@ class Program:
         return [*results, *_apart(left.values(), [*chain(*parts), *results])]
 
     def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
-        states, kept = iter(parts.states), dict(self.kept)
+        rest, kept = iter(range(len(parts.states))), dict(self.kept)
+        self.counters = []
         for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
             names = update.state(group)
             for n in numbers:
-                state = {name: real(next(states)) for name in kept.get(n, ())}
+                places = {name: next(rest) for name in kept.get(n, ())}
                 gradient = gradients.get(n)
                 if gradient is not None:
-                    if len(state) < len(names):
+                    if len(places) < len(names):
                         raise StateMissing(self.recipe.name(n))
+                    state = {name: real(parts.states[place]) for name, place in places.items()}
                     update.apply(real(parts.tensors[n]), real(gradient), state, lr, group)
+                    self.counters += [places[update.counter]] if update.counter is not None else []
 
 
 class _Judged(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _SCHEDULES = vars(torch.optim.lr_scheduler)
+_ONE = torch.tensor(1.0, device="cpu")
 State = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -26,12 +27,14 @@ class Update:
         settings: the options that are compiled in; a change of one compiles again. The learning rate is not among
             them: schedules change it at every step.
         state: the names of the tensors it keeps per parameter, given its options.
+        counter: the name of the one that counts steps. It is read by ``apply``, and written by :func:`count`.
         apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state. All are :func:`real`.
     """
 
     settings: tuple[str, ...]
     state: Callable[[Options], Sequence[str]]
     apply: Callable[[Tensor, Tensor, State, Tensor, Options], None]
+    counter: str | None = None
 
 
 def update_of(optimizer: Optimizer) -> Update | None:
@@ -52,6 +55,14 @@ def step_of(optimizer: Optimizer) -> Any:
     return getattr(step, "__func__", step)
 
 
+def count(steps: list[Tensor]) -> None:
+    """One more step: outside the compiled code, which may raise, and would have counted by then."""
+    if steps[0].is_cpu:  # where a tensor is added faster than a number
+        torch._foreach_add_(steps, _ONE, alpha=1.0)
+    else:
+        torch._foreach_add_(steps, 1)
+
+
 def real(tensor: Tensor) -> Tensor:
     """A tensor of complex numbers as one of pairs, which is what optimizers write to and square."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -67,7 +78,7 @@ def _sgd(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> No
 
 def _adam(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> None:
     beta1, beta2 = options["betas"]
-    step = state["step"].add_(1).double()  # in single precision 1 - 0.999 is off in the fifth digit
+    step = (state["step"] + 1).double()  # in single precision 1 - 0.999 is off in the fifth digit
     g = -g if options["maximize"] else g
     if options["decoupled_weight_decay"]:
         p.mul_(1 - lr * options["weight_decay"])
@@ -91,6 +102,7 @@ _ADAM = Update(
     ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
     lambda options: ("step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])),
     _adam,
+    "step",
 )
 _UPDATES: dict[type[Optimizer], Update] = {
     torch.optim.SGD: Update(
