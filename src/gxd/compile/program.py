@@ -31,7 +31,7 @@ from gxd.compile.refusals import (
     refuse_other_leaves,
     refuse_own_tensors,
 )
-from gxd.compile.updates import Update, count, real
+from gxd.compile.updates import Update, real
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
 from gxd.plan.find import call_arguments
@@ -75,7 +75,6 @@ class Program:
             raise ValueError("the batch requires a gradient, which a compiled step does not give it; detach it")
         self.batch = [(isinstance(leaf, Tensor), leaf if not isinstance(leaf, Tensor) else None) for leaf in leaves]
         self.probabilities = False  # whether the target has to lie in [0, 1]
-        self.counters: list[int] = []  # which of the states count steps
         self.drawn: list[tuple[Scorer, Tensor]] = []  # who draws random numbers, and like what
         noisy = [scorer for _, scorer in self.watched if scorer.utility.gradient in RANDOM]
         if noisy and recipe.score is None:
@@ -107,8 +106,6 @@ class Program:
         except Exception:
             self._try_eagerly(inputs, target)
             raise
-        if self.counters:
-            count([states[number] for number in self.counters])
         loss = next(results)
         if self.one_tensor:
             output = next(results)
@@ -258,7 +255,8 @@ class Program:
         gradients = dict(zip(graded, found, strict=True))
         with torch.no_grad():
             if self.recipe.update is not None:
-                self._apply(self.recipe.update, parts, gradients)
+                for counter in self._apply(self.recipe.update, parts, gradients):
+                    counter.add_(_one_after(loss) if counter.device == loss.device else 1)
             for number, (_, scorer) in enumerate(self.watched):
                 if not scorer.utility.needs_observe:
                     sums[number] = scorer.used(states[number], NOTHING, tensors)
@@ -286,20 +284,21 @@ class Program:
         self.graded = list(left)
         return [*results, *_apart(left.values(), [*chain(*parts), *results])]
 
-    def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
-        rest, kept = iter(range(len(parts.states))), dict(self.kept)
-        self.counters = []
+    def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
+        """Returns what counts the steps of those that were updated."""
+        states, kept = iter(parts.states), dict(self.kept)
+        counters = []
         for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
             names = update.state(group)
             for n in numbers:
-                places = {name: next(rest) for name in kept.get(n, ())}
+                state = {name: real(next(states)) for name in kept.get(n, ())}
                 gradient = gradients.get(n)
                 if gradient is not None:
-                    if len(places) < len(names):
+                    if len(state) < len(names):
                         raise StateMissing(self.recipe.name(n))
-                    state = {name: real(parts.states[place]) for name, place in places.items()}
                     update.apply(real(parts.tensors[n]), real(gradient), state, lr, group)
-                    self.counters += [places[update.counter]] if update.counter is not None else []
+                    counters += [state[update.counter]] if update.counter is not None else []
+        return counters
 
 
 class _Judged(nn.Module):
@@ -337,6 +336,11 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return [tensor for tensor, _ in found.values()]
+
+
+def _one_after(loss: Tensor) -> Tensor:
+    """One, as soon as the loss is known: code that raises over a batch must not have counted the step by then."""
+    return 1.0 + 0.0 * loss.isnan()
 
 
 def _apart(gradients: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _SCHEDULES = vars(torch.optim.lr_scheduler)
-_ONE = torch.tensor(1.0, device="cpu")
 State = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -27,7 +26,7 @@ class Update:
         settings: the options that are compiled in; a change of one compiles again. The learning rate is not among
             them: schedules change it at every step.
         state: the names of the tensors it keeps per parameter, given its options.
-        counter: the name of the one that counts steps. It is read by ``apply``, and written by :func:`count`.
+        counter: the name of the one that counts steps. It is written when ``apply`` is done with all parameters.
         apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state. All are :func:`real`.
     """
 
@@ -53,14 +52,6 @@ def step_of(optimizer: Optimizer) -> Any:
     while getattr(step, "__globals__", None) is _SCHEDULES:
         step = step.__wrapped__
     return getattr(step, "__func__", step)
-
-
-def count(steps: list[Tensor]) -> None:
-    """One more step: outside the compiled code, which may raise, and would have counted by then."""
-    if steps[0].is_cpu:  # where a tensor is added faster than a number
-        torch._foreach_add_(steps, _ONE, alpha=1.0)
-    else:
-        torch._foreach_add_(steps, 1)
 
 
 def real(tensor: Tensor) -> Tensor:
