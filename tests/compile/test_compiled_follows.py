@@ -518,6 +518,32 @@ def test_an_attribute_that_forward_sets_is_left_as_the_eager_step_leaves_it():
     assert [type(x) for x in model.seen] == [torch.Tensor] * 4
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: collections.deque([torch.zeros(6)], maxlen=3),
+        lambda: [[torch.zeros(6)]],
+        lambda: {"seen": [torch.zeros(6)]},
+        lambda: types.SimpleNamespace(seen=collections.deque([torch.zeros(6)])),
+    ],
+    ids=["deque", "list in a list", "list in a dict", "deque of an object"],
+)
+def test_what_forward_keeps_in_a_container_is_left_as_the_eager_step_leaves_it(memory):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.memory = mlp(), memory()
+
+        def forward(self, x):
+            seen = self.memory[0] if type(self.memory) is list else self.memory
+            seen = seen["seen"] if isinstance(seen, dict) else getattr(seen, "seen", seen)
+            mean = torch.stack(list(seen)).mean(0)
+            seen.append(x.mean(0).detach())
+            return self.body(x - mean)
+
+    agree(Remembers, nothing, why="model.memory")
+
+
 def test_a_variable_that_the_loss_counts_with_is_counted_at_every_step():
     calls = 0
 

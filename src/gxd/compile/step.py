@@ -69,11 +69,15 @@ def compiled_step(
       autocast, the mode and every attribute of modules (``model.task``, ``Dropout.p``), modules and parameters
       themselves, the optimizer's options, and what ``loss``, ``score`` and ``forward`` reach by name: their closures,
       defaults and globals, and from there attributes and keys (``args.beta``, ``config["beta"]``).
-    - Run eagerly: hooks of yours, a step that sets attributes or variables, activation checkpointing, batches that
-      require a gradient or hold their tensors in objects of their own class, a loss that has gradients for more than
-      the model, and steps before which gradients wait in ``.grad``.
-    - Not followed: what is inside lists or behind computed keys, variables of installed libraries, and random numbers
-      drawn by Python or NumPy. After a change of these call :meth:`CompiledStep.recompile`.
+    - Run eagerly: hooks of yours, a step that sets attributes, variables or what is in containers, or reads numbers
+      from tensors (``item``), activation checkpointing, batches that require a gradient or hold their tensors in
+      objects of their own class, a loss that has gradients for more than the model, buffers that are replaced by others
+      of another shape or kind, layers that have yet to learn their shape, and steps before which gradients wait in
+      ``.grad``.
+    - Not followed: what is inside lists or behind computed keys, variables of installed libraries, iterators and NumPy
+      arrays that the step moves on, random numbers drawn by Python or NumPy, and what Python checks about the values in
+      a batch (``F.one_hot`` its classes). After a change of these call :meth:`CompiledStep.recompile`; a step that
+      changes them itself is not for this.
 
     Args:
         model: the model. Its parameters may be changed in place at any time, as always.
