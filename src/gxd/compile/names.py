@@ -1,7 +1,8 @@
 """What code reaches by name: the values that a traced step has taken in, and where they are found.
 
 The name tables of functions tell which names these are. That is more than what is read, which costs a comparison, and
-needs no guess at what the code does.
+needs no guess at what the code does. Not followed is what has no name: entries of lists, computed keys and attributes
+(``getattr(self, name)``), instances that are made in the step, and what iterators and NumPy arrays hold.
 """
 
 from __future__ import annotations
