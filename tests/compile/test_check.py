@@ -58,6 +58,31 @@ def test_an_update_or_a_result_that_is_off_does_not(share):
     assert checked.agrees(step) and not checked.agrees(one_weight) and not checked.agrees(the_loss)
 
 
+def test_complex_numbers_are_compared():
+    def descend(weight, x):
+        weight.sub_(0.1 * x.conj().t() @ (x @ weight))
+        return [x @ weight]
+
+    def one_weight(weight, x):
+        before = weight.clone()
+        result = descend(weight, x)
+        weight[2, 3] += 0.01j * (weight - before).abs().max()
+        return result
+
+    def the_result(weight, x):
+        return [1.01 * descend(weight, x)[0]]
+
+    def backwards(weight, x):
+        wide = weight.to(torch.cdouble)
+        (result,) = descend(wide, x.to(torch.cdouble))
+        weight.copy_(wide)
+        return [result.to(torch.cfloat)]
+
+    checked = check(descend, arguments(torch.cfloat))
+    assert checked.agrees(descend) and checked.agrees(backwards)
+    assert not checked.agrees(one_weight) and not checked.agrees(the_result)
+
+
 def test_an_argument_that_is_not_to_be_written_to_does_not():
     def writes(weight, x):
         result = step(weight, x)

@@ -4,6 +4,7 @@ Each test trains twice: by a compiled step, and by one that was told to run eage
 compiler.
 """
 
+import collections
 import copy
 import functools
 import types
@@ -231,11 +232,42 @@ class OfProperty:
         return self.hidden
 
 
+class Reverse(torch.autograd.Function):
+    beta = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Reverse.beta * gradient
+
+
 def reached_by_name():
     """Name -> a loss, and how to make its weight 10."""
     settings, holder, config = types.SimpleNamespace(beta=1.0), OfSlots(), {"loss": {"beta": 1.0}}
     hidden, file = OfProperty(), types.ModuleType("a_file_of_the_user")
     exec("BETA = 1.0\ndef weight(): return BETA", vars(file))
+    options, reverse = collections.UserDict(beta=1.0), type("Reversed", (Reverse,), {})
+
+    class Criterion(nn.Module):
+        def forward(self, output, target):
+            return settings.beta * F.cross_entropy(output, target)
+
+    class Helper:
+        @staticmethod
+        def weigh(value):
+            return settings.beta * value
+
+        @classmethod
+        def weigh_too(cls, value):
+            return cls.weigh(value)
+
+    def with_attribute(output, target):
+        return with_attribute.beta * F.cross_entropy(output, target)
+
+    with_attribute.beta = Reverse.beta = 1.0
     instance, kind = OfClass(), type("OfItsOwn", (OfClass,), {})
 
     def by_default(output, target, used=settings):
@@ -252,6 +284,12 @@ def reached_by_name():
         "class": (lambda o, t: kind.beta * F.cross_entropy(o, t), lambda: setattr(kind, "beta", 10.0)),
         "instance": (lambda o, t: instance.beta * F.cross_entropy(o, t), lambda: setattr(instance, "beta", 10.0)),
         "property": (lambda o, t: hidden.beta * F.cross_entropy(o, t), lambda: setattr(hidden, "hidden", 10.0)),
+        "mapping": (lambda o, t: options["beta"] * F.cross_entropy(o, t), lambda: options.update(beta=10.0)),
+        "own attribute": (with_attribute, lambda: setattr(with_attribute, "beta", 10.0)),
+        "module made within": (lambda o, t: Criterion()(o, t), lambda: setattr(settings, "beta", 10.0)),
+        "static method": (lambda o, t: Helper.weigh(F.cross_entropy(o, t)), lambda: setattr(settings, "beta", 10.0)),
+        "class method": (lambda o, t: Helper.weigh_too(F.cross_entropy(o, t)), lambda: setattr(settings, "beta", 10.0)),
+        "backward": (lambda o, t: F.cross_entropy(reverse.apply(o), t), lambda: setattr(Reverse, "beta", 10.0)),
         "variable of a file": (lambda o, t: file.BETA * F.cross_entropy(o, t), lambda: setattr(file, "BETA", 10.0)),
         "function of a file": (lambda o, t: file.weight() * F.cross_entropy(o, t), lambda: setattr(file, "BETA", 10.0)),
     }
@@ -287,6 +325,27 @@ def test_what_forward_reaches_by_name_is_followed_through_its_methods_and_object
     agree(Scaled, lambda model, optimizer: setattr(model.config, "scale", 10.0), loss)
     agree(Scaled, lambda model, optimizer: model.table.update(scale=10.0), loss)
     agree(Scaled, lambda model, optimizer: monkeypatch.setitem(globals(), "BETA", 10.0), loss)
+
+
+def test_what_the_forward_of_a_base_class_reaches_by_name_is_followed():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.table = mlp(), {"scale": 1.0}
+
+        def forward(self, x):
+            return self.table["scale"] * self.body(x)
+
+    class Inherits(Scaled):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Names(Scaled):
+        def forward(self, x):
+            return Scaled.forward(self, x)
+
+    for make in (Inherits, Names):
+        assert len(agree(make, lambda model, optimizer: model.table.update(scale=10.0))._programs) == 2
 
 
 def losses_with_a_list(recompile):
@@ -457,6 +516,32 @@ def test_an_attribute_that_forward_sets_is_left_as_the_eager_step_leaves_it():
     with pytest.warns(gxd.CompileWarning, match=r"'model\.seen'"):
         train(model, F.cross_entropy, nothing, True)
     assert [type(x) for x in model.seen] == [torch.Tensor] * 4
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: collections.deque([torch.zeros(6)], maxlen=3),
+        lambda: [[torch.zeros(6)]],
+        lambda: {"seen": [torch.zeros(6)]},
+        lambda: types.SimpleNamespace(seen=collections.deque([torch.zeros(6)])),
+    ],
+    ids=["deque", "list in a list", "list in a dict", "deque of an object"],
+)
+def test_what_forward_keeps_in_a_container_is_left_as_the_eager_step_leaves_it(memory):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.memory = mlp(), memory()
+
+        def forward(self, x):
+            seen = self.memory[0] if type(self.memory) is list else self.memory
+            seen = seen["seen"] if isinstance(seen, dict) else getattr(seen, "seen", seen)
+            mean = torch.stack(list(seen)).mean(0)
+            seen.append(x.mean(0).detach())
+            return self.body(x - mean)
+
+    agree(Remembers, nothing, why="model.memory")
 
 
 def test_a_variable_that_the_loss_counts_with_is_counted_at_every_step():

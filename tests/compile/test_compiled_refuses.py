@@ -251,6 +251,286 @@ def test_noise_of_a_shape_alone_and_permutations_are_compared_and_are_those_of_t
     assert step.why_eager is None and not said and checks == [False]
 
 
+@pytest.mark.usefixtures("traced_only")
+def test_gradients_of_what_another_optimizer_trains_are_added_to_grad_as_backward_does():
+    for optimizer in (sgd, functools.partial(torch.optim.RMSprop, lr=1e-3)):
+        found = []
+        for why in ("asked for", None):
+            model = mlp()
+            body, head = optimizer(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1)
+            step = gxd.compiled_step(model, body, F.cross_entropy)
+            step.why_eager = why
+            for number, (x, y) in enumerate(batches()):
+                step(x, y)
+                if number % 2:  # two steps are added up
+                    head.step()
+                    head.zero_grad()
+            found.append({**model.state_dict(), "grad": model[2].weight.grad})
+        assert step.why_eager is None and step._programs and model[0].weight.grad is None
+        torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_gradients_that_an_optimizer_is_given_may_be_written_to():
+    class Clipping(torch.optim.RMSprop):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(0.5)
+            return super().step(closure)
+
+    class Shares(nn.Module):
+        """Gradients that autograd makes once, or does not spread out."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+            self.one, self.two, self.sum = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+
+        def forward(self, x):
+            return self.net(x) + (self.one + self.two) + self.sum.sum()
+
+    def loss(output, target):
+        return F.cross_entropy(output, target) + output.sum() / 100
+
+    step, said = both(Shares, batches(), loss=loss, optimizer=functools.partial(Clipping, lr=1e-3))
+    assert step.why_eager is None and not said and step._programs
+
+
+class Remembers(nn.Module):
+    """Its buffers are not written to, but others are put in their places."""
+
+    def __init__(self, shape=(6,), kind=torch.float32):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("now", torch.zeros(shape, dtype=kind))
+        self.register_buffer("before", torch.zeros(shape, dtype=kind))
+
+    def forward(self, x):
+        self.before = self.now
+        self.now = 0.5 * self.now + x.mean(0)
+        return self.net(x - self.before)
+
+
+class Shrinks(Remembers):
+    def forward(self, x):
+        self.now = 0.9 * self.now.mean(0) + 0.1 * x.mean(0)
+        return self.net(x - self.now)
+
+
+class Ties(Remembers):
+    """From the second step on they are one."""
+
+    def forward(self, x):
+        self.now.mul_(0.5).add_(x.mean(0))
+        output = self.net(x - self.before)
+        self.before = self.now
+        return output
+
+
+class Recurs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.GRUCell(6, 12), nn.Linear(12, 3)
+        self.register_buffer("hidden", torch.zeros(8, 12))
+
+    def forward(self, x):
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(hidden)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_buffer_in_whose_place_another_is_put_has_its_new_value_when_the_step_is_over():
+    for make in (Remembers, Recurs):
+        step, said = both(make, batches())
+        assert step.why_eager is None and not said and len(step._programs) == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(Remembers, kind=torch.int64), functools.partial(Shrinks, (1, 6)), Ties],
+    ids=["dtype", "shape", "tie"],
+)
+def test_a_buffer_in_whose_place_one_of_another_kind_or_another_s_is_put_runs_eagerly(make):
+    step, said = both(make, batches())
+    assert len(said) == 1 and "puts another tensor in the place of" in step.why_eager
+
+
+class Penalised(nn.Module):
+    """``leaf``: whether the gradient is that of a copy of the batch, or of the batch."""
+
+    def __init__(self, leaf=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.leaf = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), leaf
+
+    def forward(self, x):
+        x = x.detach().requires_grad_() if self.leaf else x.requires_grad_()
+        output = self.net(x)
+        return output, torch.autograd.grad(output.logsumexp(1).sum(), x, create_graph=True)[0]
+
+
+def penalised(output, target):
+    return F.cross_entropy(output[0], target) + output[1].square().sum()
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_gradient_for_a_leaf_that_forward_makes_is_compiled():
+    step, said = both(Penalised, batches(), loss=penalised)
+    assert step.why_eager is None and not said and step._programs
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_batch_that_forward_wants_a_gradient_for_gets_it():
+    data = batches()
+    step, said = both(functools.partial(Penalised, leaf=False), data, loss=penalised)
+    assert len(said) == 1 and "requires a gradient" in step.why_eager and all(x.grad is not None for x, _ in data)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.filterwarnings("ignore::gxd.ObservationWarning")
+def test_layers_that_are_frozen_while_their_units_are_reset_are_compiled():
+    found = []
+    for why in ("asked for", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+        optimizer = sgd(model.parameters())
+        cbp = gxd.ContinualBackprop(
+            model, optimizer, example_inputs=batches()[0][0], replacement_rate=0.05, maturity=2, seed=1
+        )
+        step = gxd.compiled_step(model, optimizer, F.cross_entropy, cbp)
+        step.why_eager = why
+        for number, (x, y) in enumerate(batches(count=10)):
+            model[0].requires_grad_(number < 4)
+            step(x, y)
+        assert cbp.total_resets
+        found.append(model.state_dict())
+    assert step.why_eager is None and len(step._programs) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def clipping(optimizer):
+    """Put a function around the step of an optimizer."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def clipped(*args, **kwargs):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+        return step(*args, **kwargs)
+
+    optimizer.step = clipped
+
+
+def scheduled(parameters, clip=False):
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if clip:
+        clipping(optimizer)
+    return optimizer
+
+
+def advance(number, model, optimizer):
+    if number:
+        optimizer.schedule.step()
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("clip", [False, True])
+def test_what_is_put_around_the_step_of_an_optimizer_is_not_passed_over(clip):
+    step, said = both(mlp, batches(), optimizer=functools.partial(scheduled, clip=clip), before=advance)
+    assert step.why_eager is None and not said and len(step._programs) == 1
+    assert (step._recipe.update is None) == clip  # a schedule only counts the calls
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_what_is_put_around_the_step_of_an_optimizer_later_on_is_seen_and_a_schedule_compiles_nothing():
+    def clip_later(number, model, optimizer):
+        if number == 2:
+            clipping(optimizer)
+
+    def schedule_later(number, model, optimizer):
+        if number == 2:
+            optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        elif number > 2:
+            optimizer.schedule.step()
+
+    step, said = both(mlp, batches(), before=clip_later)
+    assert step.why_eager is None and not said and len(step._programs) == 1 and step._recipe.update is None
+    step, said = both(mlp, batches(), before=schedule_later)
+    assert step.why_eager is None and not said and len(step._programs) == 1 and step._recipe.update is not None
+
+
+class Filters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter, self.head = nn.Parameter(torch.randn(4, dtype=torch.cfloat)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+
+
+COMPLEX = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_parameters_are_updated_as_pairs_of_real_ones(name):
+    step, said = both(Filters, batches(count=20), optimizer=COMPLEX[name])
+    assert step.why_eager is None and not said and step._programs
+
+
+class Divides(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.net, self.by, self.read = mlp(), torch.ones(1), read  # not registered
+
+    def forward(self, x):
+        return self.net(x) / self.read(self.by)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.item, float, int, lambda t: t.tolist()[0], lambda t: t.numpy()[0], lambda t: 3 if t > 2 else 1],
+)
+def test_a_number_that_is_read_from_a_tensor_of_nobody_s_is_no_constant(read):
+    def change(number, model, optimizer):
+        model.by.fill_(1 + number)
+
+    step, said = both(functools.partial(Divides, read), batches(), before=change)
+    assert len(said) == 1 and step.why_eager is not None
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_number_that_is_read_from_a_tensor_made_of_a_constant_is_one():
+    step, said = both(functools.partial(Divides, lambda _: torch.tensor(2.0).item()), batches())
+    assert step.why_eager is None and not said and step._programs
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_layer_that_learns_its_shape_from_the_first_batch_is_compiled_from_then_on():
+    def lazy():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(12), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(12, 3))
+
+    def grow(number, model, optimizer):
+        if number == 2 and len(model) == 4:
+            torch.manual_seed(1)
+            model.append(nn.LazyLinear(3))
+            optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+    for before in (lambda *_: None, grow):
+        step, said = both(lazy, batches(), before=before)
+        assert step.why_eager is None and not said and step._programs
+
+
 # --- with the compiler
 
 
@@ -307,3 +587,42 @@ def test_states_of_another_memory_format_are_compiled_for():
     data = [(torch.randn(4, 2, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(6)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     compiled(make, data, optimizer=optimizer, before=load)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_step_with_complex_parameters_gives_the_numbers_of_the_eager_loop():
+    compiled(Filters, batches(), optimizer=COMPLEX["adam"])
+
+
+class Looks(nn.Module):
+    """Looks up rows, of which there are six."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.norm, self.net = nn.Embedding(6, 6), nn.BatchNorm1d(6), mlp()
+
+    def forward(self, x, number):
+        return self.net(F.dropout(self.norm(x), 0.1) + self.rows(number))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("bad", ["input", "target"])
+def test_a_batch_with_bad_numbers_raises_what_the_eager_step_raises_and_moves_no_counter(bad):
+    model = Looks()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = gxd.compiled_step(model, optimizer, F.cross_entropy)
+    (x, y), number = batches()[0], torch.arange(8) % 6
+    for _ in range(3):
+        step((x, number), y)
+    assert step.why_eager is None
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    random = torch.get_rng_state()
+    with pytest.raises(IndexError):
+        step((x, number + 3 if bad == "input" else number), y + 9 if bad == "target" else y)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.named_parameters()), weights, rtol=0, atol=0)
+    torch.set_rng_state(random)
+    step((x, number), y)
+    assert step.why_eager is None and {int(state["step"]) for state in optimizer.state.values()} == {4}

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
+from gxd.compile.updates import real
+
 Function = Callable[..., Sequence[Tensor]]
-SUMS = ("mm", "conv", "sum", "mean", "norm", "var", "attention", "scatter_add", "embedding_dense_backward")  # in names
+# In the names of sums of many terms.
+SUMS = ("mm", "conv", "sum", "mean", "norm", "var", "attention", "scatter_add", "embedding_dense_backward", "fft")
 ROUNDING = 10  # so many times what a nudge of one rounding does to a result may be rounding itself
 
 
@@ -89,8 +92,8 @@ class _Nudged(Interpreter):
         result = super().run_node(node)
         schema = getattr(node.target, "_schema", None)
         if schema is not None and any(word in schema.name for word in SUMS) and not draws(node):
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+            for tensor in map(real, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]):
+                if tensor.is_floating_point() and tensor.numel():
                     tensor += torch.finfo(tensor.dtype).eps * _largest(tensor) * _signs(tensor)
         return result
 
@@ -113,15 +116,16 @@ def draws(node: Node) -> bool:
 
 def _largest(tensor: Tensor, other: Tensor | None = None) -> float:
     """The largest difference, or number: where the first is finite, and there the other has to be."""
-    if tensor.is_complex() or not tensor.numel():
+    if not tensor.numel():
         return 0.0
+    tensor = real(tensor)
     gap = tensor if tensor.is_floating_point() else tensor.double()
-    gap = gap if other is None else gap - other
+    gap = gap if other is None else gap - real(other)
     return float(gap.abs().where(tensor.isfinite(), 0.0).nan_to_num(torch.inf, torch.inf).max())
 
 
 def _last_digits(tensor: Tensor) -> float:
-    return 2 * torch.finfo(tensor.dtype).eps * _largest(tensor) if tensor.is_floating_point() else 0.0
+    return 2 * torch.finfo(tensor.dtype).eps * _largest(tensor) if real(tensor).is_floating_point() else 0.0
 
 
 def _copy(tensor: Tensor, eps: float = 0.0) -> Tensor:
@@ -130,8 +134,9 @@ def _copy(tensor: Tensor, eps: float = 0.0) -> Tensor:
         return tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((span,), (1,)).clone()
-    if eps and memory.is_floating_point():
-        memory *= 1 + eps * _signs(memory)
+    numbers = real(memory)
+    if eps and numbers.is_floating_point():
+        numbers *= 1 + eps * _signs(numbers)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
@@ -142,5 +147,5 @@ def _signs(tensor: Tensor) -> Tensor:
 def _kinds(graph: GraphModule, example: Sequence[Tensor]) -> Iterator[torch.dtype]:
     """The precisions that are computed with."""
     for value in [*example, *(node.meta.get("val") for node in graph.graph.nodes)]:
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value.dtype

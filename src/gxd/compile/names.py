@@ -1,14 +1,15 @@
 """What code reaches by name: the values that a traced step has taken in, and where they are found.
 
 The name tables of functions tell which names these are. That is more than what is read, which costs a comparison, and
-needs no guess at what the code does.
+needs no guess at what the code does. Not followed is what has no name: entries of lists, computed keys and attributes
+(``getattr(self, name)``), instances that are made in the step, and what iterators and NumPy arrays hold.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, str, type(None))
+# What is called without being named, where a class is: to make one of them, or when autograd comes to it.
+OF_CLASSES = frozenset({"__init__", "__call__", "forward", "backward", "setup_context"})
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # whose variables nobody changes
 
 
@@ -27,14 +30,14 @@ class Place(NamedTuple):
     key: Any
 
     def reader(self) -> Callable[[], Any]:
-        if isinstance(self.holder, dict):
+        if isinstance(self.holder, Mapping):
             return partial(self.holder.get, self.key)
         if isinstance(self.holder, CellType):
             return partial(_content, self.holder)
         return partial(getattr, self.holder, self.key, None)
 
     def write(self, value: Any) -> None:
-        if isinstance(self.holder, dict):
+        if isinstance(self.holder, MutableMapping):
             self.holder[self.key] = value
         else:
             setattr(self.holder, self.key, value)
@@ -60,6 +63,7 @@ class Names:
                 self._module(path, part)
         elif isinstance(value, FunctionType):
             self._function(name, value, name, None)
+            self.follow(name, {} if _of_a_library(value) else vars(value), names)
         elif isinstance(value, MethodType):
             self._function(name, value.__func__, f"{name}.__self__", value.__self__)
         elif isinstance(value, partial):
@@ -69,11 +73,10 @@ class Names:
         elif isinstance(value, tuple):
             for number, one in enumerate(value):
                 self.follow(f"{name}[{number}]", one, names)
-        elif isinstance(value, dict):
-            for key in sorted(names & value.keys()):
-                self._enter(Place(f"{name}[{key!r}]", value, key), names)
         elif not isinstance(value, (*PLAIN, Tensor)) and not _of_a_library(value):
-            self._object(name, value, names | {"__call__"})
+            for key in sorted(names & value.keys()) if isinstance(value, Mapping) else ():
+                self._enter(Place(f"{name}[{key!r}]", value, key), names)
+            self._object(name, value, names | (OF_CLASSES if isinstance(value, type) else {"__call__"}))
 
     def _module(self, path: str, module: nn.Module) -> None:
         if id(module) not in self._known:
@@ -85,15 +88,19 @@ class Names:
             self._object(path, module, frozenset({"forward"}))
 
     def _object(self, name: str, value: Any, names: frozenset[str]) -> None:
-        """Only what is named: a trainer may count its steps next to the weight of its loss."""
-        own = getattr(value, "__dict__", {})
+        """Only what is named: a trainer may count its steps next to the weight of its loss.
+
+        Of functions also what they override, which ``super()`` may lead to.
+        """
+        kind = value if isinstance(value, type) else type(value)
+        own = {} if kind is value else getattr(value, "__dict__", {})
         for attribute in sorted(names):
             held, path = inspect.getattr_static(value, attribute, None), f"{name}.{attribute}"
-            function = getattr(held, "fget", None) or getattr(held, "__func__", held)  # of a property, a class method
             if isinstance(value, nn.Module) and attribute in own:
                 self.follow(path, held, names)
-            elif attribute not in own and isinstance(function, FunctionType):
-                self._function(path, function, name, value)
+            elif attribute not in own and isinstance(_inside(held), FunctionType):
+                for base in kind.__mro__:
+                    self._function(path, _inside(vars(base).get(attribute)), name, value)
             elif attribute in own or isinstance(held, MemberDescriptorType) or not hasattr(type(held), "__get__"):
                 self._enter(Place(path, value, attribute), names)
 
@@ -119,6 +126,11 @@ class Names:
             if not isinstance(value, (type, ModuleType)):
                 self.places.setdefault(where, place)
             self.follow(place.name, value, names)
+
+
+def _inside(held: Any) -> Any:
+    """The function of a property, or of a class method."""
+    return getattr(held, "fget", None) or getattr(held, "__func__", held)
 
 
 def _names(code: CodeType) -> frozenset[str]:

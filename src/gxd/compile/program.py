@@ -6,8 +6,8 @@ autograd. What comes out is a flat graph without hooks, modules and autograd, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from enum import Enum
 from itertools import chain, islice
 from numbers import Number
@@ -24,8 +24,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
-from gxd.compile.refusals import no_recomputation, refuse_other_leaves, refuse_own_tensors
-from gxd.compile.updates import Update
+from gxd.compile.refusals import (
+    NoReading,
+    no_recomputation,
+    refuse_other_buffers,
+    refuse_other_leaves,
+    refuse_own_tensors,
+)
+from gxd.compile.updates import Update, real
 from gxd.errors import ObservationError
 from gxd.observe.direction import RANDOM, check_probabilities, direction_of, noise
 from gxd.plan.find import call_arguments
@@ -94,7 +100,12 @@ class Program:
         if self.probabilities:  # out here, for values cannot be looked at in the trace
             check_probabilities(target)
         parts = self._parts(states, inputs, target)
-        results = iter(self.function(*chain(*parts), *self.outside, *[draw() for draw in self.draws]))
+        drawn = [draw() for draw in self.draws]
+        try:
+            results = iter(self.function(*chain(*parts), *self.outside, *drawn))
+        except Exception:
+            self._try_eagerly(inputs, target)
+            raise
         loss = next(results)
         if self.one_tensor:
             output = next(results)
@@ -105,9 +116,11 @@ class Program:
             part.observed = _units(part.units, values, next(results) if incomplete else None)
             if unreached:
                 scorer.warn_of_unreached(unreached, part.observed)
+        if self.graded:
+            self._leave_gradients(results)
         if self.recipe.update is None:
             try:
-                self._step_by_itself(results)
+                self._step_by_itself()
             finally:  # if it failed, this batch does not count
                 for part, _ in self.watched:
                     part.observed = None
@@ -116,6 +129,18 @@ class Program:
         self.recipe.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return loss, output
 
+    def _try_eagerly(self, inputs: Any, target: Any) -> None:
+        """Raise what the model itself has to say of a batch that compiled code failed with; else nothing is changed."""
+        places = self.recipe.places
+        buffers = [(held, key, held[key]) for held, key in places if not isinstance(held[key], nn.Parameter)]
+        copies = [tensor.clone() for _, _, tensor in buffers]
+        try:
+            with torch.random.fork_rng(), nullcontext() if self.attached is None else self.attached.paused():
+                _Judged(self.recipe)(inputs, target)
+        finally:
+            for (held, key, tensor), copy in zip(buffers, copies, strict=True):
+                held[key] = tensor.copy_(copy)
+
     def _fits(self, states: list[Tensor]) -> bool:
         """Whether the code was made for such states. Loading them makes others, and of another layout perhaps."""
         if not all(map(is_, states, self._states)):
@@ -123,14 +148,19 @@ class Program:
             self._states = states
         return not self.outdated
 
-    def _step_by_itself(self, gradients: Iterator[Tensor]) -> None:
-        """The optimizer steps in its own way; the units are scored already."""
+    def _leave_gradients(self, gradients: Iterator[Tensor]) -> None:
+        """As ``backward()`` does: what another optimizer trains may be waiting for several steps' gradients."""
         tensors = self.recipe.tensors()
-        for number, has_gradient in self.graded:
-            tensors[number].grad = next(gradients) if has_gradient else None
+        for number, gradient in zip(self.graded, gradients, strict=True):
+            before = tensors[number].grad
+            tensors[number].grad = gradient if before is None else before.add_(gradient)
+
+    def _step_by_itself(self) -> None:
+        """The optimizer steps in its own way; the units are scored already."""
         self.recipe.optimizer.step()
         self.recipe.optimizer.zero_grad()
-        for number, _ in self.graded:
+        tensors = self.recipe.tensors()
+        for number in chain(*self.recipe.trained):
             tensors[number].grad = None  # it may have been set to zero only
 
     def _parts(self, states: list[Tensor], inputs: Any, target: Any, traced: bool = False) -> Parts:
@@ -162,6 +192,7 @@ class Program:
 
         with ExitStack() as stack, torch.enable_grad():
             stack.enter_context(no_recomputation())
+            stack.enter_context(NoReading())
             for _, scorer in self.watched:
                 stack.enter_context(scorer.aside())
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
@@ -169,8 +200,10 @@ class Program:
             )
         return graph, returned[-1]
 
-    def _forward(self, parts: Parts) -> tuple[list[Tensor], tuple[Any, Tensor, Any]]:
-        """The parameters and buffers as autograd sees them, and the model's output, its loss and its score."""
+    def _forward(self, parts: Parts) -> tuple[list[Tensor], dict[int, Tensor], tuple[Any, Tensor, Any]]:
+        """The parameters and buffers as autograd sees them, what took the places of buffers, and the model's output,
+        its loss and its score.
+        """
         real = self.recipe.tensors()
         leaves = [
             t.detach().requires_grad_() if r.requires_grad else t for t, r in zip(parts.tensors, real, strict=True)
@@ -178,14 +211,15 @@ class Program:
         given = {f"model.{name}": leaves[number] for name, number in self.recipe.names.items()}
         held = dict(given)
         results = torch.func.functional_call(_Judged(self.recipe), held, self._given_batch(parts))
-        for name, number in self.recipe.names.items():
-            if held[f"model.{name}"] is not given[f"model.{name}"]:  # a buffer that was not written to but replaced
-                parts.tensors[number].copy_(held[f"model.{name}"])
-        return leaves, results
+        now = {name: held[f"model.{name}"] for name in self.recipe.names}
+        refuse_other_buffers(self.recipe, leaves, now, parts.batch)
+        new = {n: now[name].clone() for name, n in self.recipe.names.items() if now[name] is not leaves[n]}
+        return leaves, new, results
 
     def _drawn_like(self, parts: Parts, scorers: Sequence[Scorer]) -> list[Tensor]:
         """What each of the directions draws random numbers for."""
-        output, target = logits_of(self._forward(parts)[1][0]), self._given_batch(parts)[1]
+        *_, (output, _, _) = self._forward(parts)
+        output, target = logits_of(output), self._given_batch(parts)[1]
         likes: list[Tensor] = []
 
         def note(like: Tensor) -> Tensor:
@@ -206,8 +240,8 @@ class Program:
         tensors = {name: parts.tensors[number] for name, number in self.recipe.names.items()}
         kept, drawn = iter(parts.kept), iter(parts.noise)
         states = [_units(part.units, [next(kept) for _ in _kept(part.units)], None) for part, _ in self.watched]
-        leaves, (output, loss, score) = self._forward(parts)
-        refuse_other_leaves(self.recipe, loss, leaves)
+        leaves, replaced, (output, loss, score) = self._forward(parts)
+        refuse_other_leaves(self.recipe, loss, list(chain(*parts)))
         sums = [NOTHING for _ in self.watched]
         for number, (_, scorer) in enumerate(self.watched):
             if scorer.utility.needs_observe:
@@ -216,12 +250,13 @@ class Program:
                 direction = direction_of(scorer.utility.gradient, logits, classes, score, draw, traced=True)
                 self.probabilities = self.probabilities or direction.probabilities
                 sums[number] = scorer.scored(states[number], NOTHING, tensors, direction)
-        trained = [n for numbers in self.recipe.trained for n in numbers if leaves[n].requires_grad]
-        found = torch.autograd.grad(loss, [leaves[n] for n in trained], allow_unused=True)
-        gradients = dict(zip(trained, found, strict=True))
+        graded = [n for n, tensor in enumerate(self.recipe.tensors()) if tensor.requires_grad]
+        found = torch.autograd.grad(loss, [leaves[n] for n in graded], allow_unused=True)
+        gradients = dict(zip(graded, found, strict=True))
         with torch.no_grad():
             if self.recipe.update is not None:
-                self._apply(self.recipe.update, parts, gradients)
+                for counter in self._apply(self.recipe.update, parts, gradients):
+                    counter.add_(_one_after(loss) if counter.device == loss.device else 1)
             for number, (_, scorer) in enumerate(self.watched):
                 if not scorer.utility.needs_observe:
                     sums[number] = scorer.used(states[number], NOTHING, tensors)
@@ -231,33 +266,39 @@ class Program:
                 if sums[number].empty:
                     raise ObservationError("the step shows no unit of the plan")
                 states[number] = scorer.scoring.close(states[number], sums[number], wait=False)
+            for n, new in replaced.items():  # only now, for the backward pass may need the old ones
+                parts.tensors[n].copy_(new)
         values, self.returned = tree_flatten(output)
         if not all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values):
             raise TypeError(f"the model returns a {type(output).__name__}, which cannot be taken apart into tensors")
         self.output = [(isinstance(value, Tensor), None if isinstance(value, Tensor) else value) for value in values]
         self.one_tensor = isinstance(output, Tensor)
-        self.graded = [(n, g is not None) for n, g in gradients.items()]
         results = [loss.detach(), *(value.detach() for value in values if isinstance(value, Tensor))]
         self.seen = []
         for state, shown, (_, scorer) in zip(states, sums, self.watched, strict=True):
             results += _kept(state)
             results += [] if state.seen is None else [state.seen]
             self.seen.append((state.seen is not None, scorer.scoring.unreached(shown)))
-        if self.recipe.update is None:
-            results += [g for g in gradients.values() if g is not None]
-        return results
+        stepped = set() if self.recipe.update is None else set(chain(*self.recipe.trained))
+        left = {n: g for n, g in gradients.items() if g is not None and n not in stepped}
+        self.graded = list(left)
+        return [*results, *_apart(left.values(), [*chain(*parts), *results])]
 
-    def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> None:
+    def _apply(self, update: Update, parts: Parts, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
+        """Returns what counts the steps of those that were updated."""
         states, kept = iter(parts.states), dict(self.kept)
+        counters = []
         for group, numbers, lr in zip(self.recipe.groups, self.recipe.trained, parts.rates, strict=True):
             names = update.state(group)
             for n in numbers:
-                state = {name: next(states) for name in kept.get(n, ())}
+                state = {name: real(next(states)) for name in kept.get(n, ())}
                 gradient = gradients.get(n)
                 if gradient is not None:
                     if len(state) < len(names):
                         raise StateMissing(self.recipe.name(n))
-                    update.apply(parts.tensors[n], gradient, state, lr, group)
+                    update.apply(real(parts.tensors[n]), real(gradient), state, lr, group)
+                    counters += [state[update.counter]] if update.counter is not None else []
+        return counters
 
 
 class _Judged(nn.Module):
@@ -295,6 +336,22 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.recompile()
     return [tensor for tensor, _ in found.values()]
+
+
+def _one_after(loss: Tensor) -> Tensor:
+    """One, as soon as the loss is known: code that raises over a batch must not have counted the step by then."""
+    return 1.0 + 0.0 * loss.isnan()
+
+
+def _apart(gradients: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Each in memory of its own, as ``backward()`` leaves them: they may be written to."""
+    found, known = [], {tensor.untyped_storage()._cdata for tensor in others}
+    for gradient in gradients:
+        memory = gradient.untyped_storage()
+        whole = memory.nbytes() == gradient.nbytes
+        found.append(gradient if whole and memory._cdata not in known else gradient.clone())
+        known.add(memory._cdata)
+    return found
 
 
 def _kept(units: UnitState) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gxd.attachment import Attachment
@@ -57,9 +58,10 @@ class Recipe:
         return self.optimizer.param_groups
 
     def same_as(self, other: Recipe) -> bool:
-        """Whether the tensors are found in the same places, and the optimizer trains the same of them."""
+        """Whether the tensors are found in the same places, and the optimizer trains the same of them, and alike."""
         return (
             self.names == other.names
+            and self.update is other.update
             and all(a[0] is b[0] for a, b in zip(self.places, other.places, strict=True))
             and (self.trained, self.foreign) == (other.trained, other.foreign)
         )
@@ -75,6 +77,10 @@ class Recipe:
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
         return [held[key] for held, key in self.places]
+
+    def unfinished(self) -> bool:
+        """Whether a layer has yet to learn its shape, from the first batch."""
+        return any(map(is_lazy, self.tensors()))
 
     def device(self) -> str:
         """The type of the device that the model is on."""

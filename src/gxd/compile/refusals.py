@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from gxd.compile.recipe import Recipe
 
@@ -21,11 +23,13 @@ def refuse_own_tensors(recipe: Recipe, outside: Sequence[Tensor]) -> None:
             raise _elsewhere(recipe.name(number))
 
 
-def refuse_other_leaves(recipe: Recipe, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Whatever else the loss has a gradient for would not get it: a temperature that has another optimizer."""
-    known = set(map(id, leaves))
+def refuse_other_leaves(recipe: Recipe, loss: Tensor, given: Sequence[Tensor]) -> None:
+    """What the loss has a gradient for, and is not the model's, would not get it: a temperature that has another
+    optimizer, or a batch. What is made within the step is fake, and nobody sees its gradient: the input of a penalty.
+    """
+    known = set(map(id, given))  # parameters are none of them, but made of them
     for tensor in _leaves_of(loss):
-        if id(tensor) not in known:
+        if id(tensor) in known or not isinstance(tensor, FakeTensor):
             name = recipe.name_of(tensor)
             if name is not None:
                 raise _elsewhere(name)
@@ -33,6 +37,33 @@ def refuse_other_leaves(recipe: Recipe, loss: Tensor, leaves: Sequence[Tensor]) 
                 f"the loss depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
                 "model's, and a compiled step would give it none; make it a part of the model, or detach it"
             )
+
+
+def refuse_other_buffers(
+    recipe: Recipe, before: Sequence[Tensor], now: Mapping[str, Any], batch: Sequence[Tensor]
+) -> None:
+    """What ``forward`` puts in the place of a buffer is copied there: it has to be like it, and its own.
+
+    If it was another's as well (the batch, another buffer), a later change of one would be a change of both.
+    """
+    new = {number: now[name] for name, number in recipe.names.items() if now[name] is not before[number]}
+    owners = [*batch, *(tensor for number, tensor in enumerate(before) if number not in new)]
+    taken = {tensor.untyped_storage()._cdata for tensor in owners}
+    for number, tensor in new.items():
+        names = [name for name, known in recipe.names.items() if known == number]
+        old = before[number]
+        alike = (
+            isinstance(tensor, Tensor)
+            and (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
+            and not tensor.requires_grad
+            and not old.requires_grad
+        )
+        if not alike or tensor.untyped_storage()._cdata in taken or any(now[name] is not tensor for name in names):
+            raise ValueError(
+                f"the forward pass puts another tensor in the place of {names[0]!r}, one of another shape or kind, or "
+                "that is held elsewhere, too; write to it in place (copy_) instead"
+            )
+        taken.add(tensor.untyped_storage()._cdata)
 
 
 def _elsewhere(name: str) -> ValueError:
@@ -72,3 +103,19 @@ def no_recomputation() -> Iterator[None]:
         yield
     finally:
         hooks.__enter__ = enter
+
+
+class NoReading(TorchFunctionMode):
+    """Refuse to read numbers from tensors that are no part of the trace: they would be constants of it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _READS and not isinstance(args[0], FakeTensor):
+            raise ValueError(
+                f"the step reads a number from a tensor ({function.__name__}), which a compiled step would do only "
+                "once; compute with the tensor itself, or keep the number in a variable or an attribute"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__}
+_READS |= {Tensor.__bool__, Tensor.__index__, Tensor.__complex__}

@@ -69,15 +69,20 @@ def compiled_step(
       autocast, the mode and every attribute of modules (``model.task``, ``Dropout.p``), modules and parameters
       themselves, the optimizer's options, and what ``loss``, ``score`` and ``forward`` reach by name: their closures,
       defaults and globals, and from there attributes and keys (``args.beta``, ``config["beta"]``).
-    - Run eagerly: hooks of yours, a step that sets attributes or variables, activation checkpointing, batches that
-      require a gradient or hold their tensors in objects of their own class, a loss that has gradients for more than
-      the model, and steps before which gradients wait in ``.grad``.
-    - Not followed: what is inside lists or behind computed keys, variables of installed libraries, and random numbers
-      drawn by Python or NumPy. After a change of these call :meth:`CompiledStep.recompile`.
+    - Run eagerly: hooks of yours, a step that sets attributes, variables or what is in containers, or reads numbers
+      from tensors (``item``), activation checkpointing, batches that require a gradient or hold their tensors in
+      objects of their own class, a loss that has gradients for more than the model, buffers that are replaced by others
+      of another shape or kind, layers that have yet to learn their shape, and steps before which gradients wait in
+      ``.grad``.
+    - Not followed: what is inside lists or behind computed keys, variables of installed libraries, iterators and NumPy
+      arrays that the step moves on, random numbers drawn by Python or NumPy, and what Python checks about the values in
+      a batch (``F.one_hot`` its classes). After a change of these call :meth:`CompiledStep.recompile`; a step that
+      changes them itself is not for this.
 
     Args:
         model: the model. Its parameters may be changed in place at any time, as always.
-        optimizer: SGD, Adam and AdamW are compiled too; others step by themselves after the compiled part.
+        optimizer: SGD, Adam and AdamW are compiled too; others, and those whose ``step`` was replaced (to clip
+            gradients in it), step by themselves after the compiled part.
         loss: ``loss(output, target)``, a scalar, such as ``F.cross_entropy``.
         cbp: resets the units of ``model`` and ``optimizer``. None: plain backpropagation.
         score: ``score(output, target)``, one number per example, is observed in place of the logits and the target:
@@ -85,8 +90,10 @@ def compiled_step(
 
     Returns:
         A callable. ``step(inputs, target)`` returns the loss and the output, detached. Inputs are a tensor, a tuple
-        of positional arguments, or a dict of keyword arguments. Gradients are not left in ``.grad``.
-        ``step.recompile()`` compiles anew, ``step.why_eager`` says why a step is not compiled.
+        of positional arguments, or a dict of keyword arguments. Gradients of what ``optimizer`` trains are not left in
+        ``.grad``; those of other parameters are added there, for an optimizer of theirs (``requires_grad_(False)``
+        spares what nobody trains). ``step.recompile()`` compiles anew, ``step.why_eager`` says why a step is not
+        compiled.
 
     Example::
 
@@ -137,6 +144,7 @@ class CompiledStep:
         self.why_eager: str | None = None
         self._programs: dict[Key, Program] = {}
         self._watches: list[Watch] = []
+        self._watch: Watch | None = None
         self._warm = self._told = False
         self._doubt: str | None = None  # why this batch was not compiled; it counts if an eager step takes the batch
         self._recipe = self._new_recipe()
@@ -148,10 +156,11 @@ class CompiledStep:
             raise ValueError(CLOSED)
         if isinstance(inputs, Mapping):
             inputs = dict(inputs)  # of whatever class, as tokenizers return
-        if self.why_eager is None and not self._watch.unchanged():
+        if self.why_eager is None and (self._watch is None or not self._watch.unchanged()):
             self._look()
         self._doubt = None
-        program = self._program(inputs, target) if self.why_eager is None and not self._gradients_wait() else None
+        ready = self.why_eager is None and self._watch is not None and not self._gradients_wait()
+        program = self._program(inputs, target) if ready else None
         result = program(inputs, target) if program is not None else None
         if result is not None:
             return result
@@ -191,12 +200,15 @@ class CompiledStep:
             self._recipe = recipe
             self._programs.clear()
             self._watches.clear()
+        if self._recipe.unfinished():
+            self._watch = None  # an eager step gives the layers their shapes
+            return
         known = next((watch for watch in self._watches if watch.unchanged()), None)
         if known is None:
             known = Watch(self._recipe)
             self._watches.append(known)
         self._watch = known
-        why = _impossible(self.model, self.optimizer, self.cbp, self._recipe, self._watch)
+        why = _impossible(self.model, self.optimizer, self.cbp, self._recipe, known)
         if why is not None:
             self._fall_back(why)
 
@@ -215,6 +227,7 @@ class CompiledStep:
 
     def _program(self, inputs: Any, target: Any) -> Program | None:
         """The program for this batch, or None if there is none."""
+        assert self._watch is not None
         device = self._recipe.device()
         try:
             batch = (shape_of(inputs), shape_of(target))
@@ -238,6 +251,7 @@ class CompiledStep:
         return program
 
     def _make(self, inputs: Any, target: Any) -> Program | None:
+        assert self._watch is not None
         try:
             with self._watch.undone() as changed, _as_written():
                 program = Program(self._recipe, inputs, target)
@@ -276,7 +290,7 @@ class CompiledStep:
         self.why_eager = why
         self._programs.clear()
         self._watches.clear()  # they keep what they have seen
-        del self._watch
+        self._watch = None
         warn(f"compiled_step runs eagerly from here on: {why}", CompileWarning)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_SCHEDULES = vars(torch.optim.lr_scheduler)
 State = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -25,18 +26,37 @@ class Update:
         settings: the options that are compiled in; a change of one compiles again. The learning rate is not among
             them: schedules change it at every step.
         state: the names of the tensors it keeps per parameter, given its options.
-        apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state.
+        counter: the name of the one that counts steps. It is written when ``apply`` is done with all parameters.
+        apply: ``(parameter, gradient, state, lr, options)``; writes the parameter and the state. All are :func:`real`.
     """
 
     settings: tuple[str, ...]
     state: Callable[[Options], Sequence[str]]
     apply: Callable[[Tensor, Tensor, State, Tensor, Options], None]
+    counter: str | None = None
 
 
 def update_of(optimizer: Optimizer) -> Update | None:
     """The update rule of an optimizer, or None if it must step by itself."""
     special = any(group.get("differentiable") for group in optimizer.param_groups)
-    return None if special else _UPDATES.get(type(optimizer))
+    if special or step_of(optimizer) is not getattr(type(optimizer), "step", None):
+        return None
+    return _UPDATES.get(type(optimizer))
+
+
+def step_of(optimizer: Optimizer) -> Any:
+    """The function that an optimizer steps with. What schedules put around it only counts the calls, and is left out;
+    what users put around it may do anything, such as clip gradients.
+    """
+    step: Any = optimizer.step
+    while getattr(step, "__globals__", None) is _SCHEDULES:
+        step = step.__wrapped__
+    return getattr(step, "__func__", step)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A tensor of complex numbers as one of pairs, which is what optimizers write to and square."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _sgd(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> None:
@@ -49,7 +69,7 @@ def _sgd(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> No
 
 def _adam(p: Tensor, g: Tensor, state: State, lr: Tensor, options: Options) -> None:
     beta1, beta2 = options["betas"]
-    step = state["step"].add_(1).double()  # in single precision 1 - 0.999 is off in the fifth digit
+    step = (state["step"] + 1).double()  # in single precision 1 - 0.999 is off in the fifth digit
     g = -g if options["maximize"] else g
     if options["decoupled_weight_decay"]:
         p.mul_(1 - lr * options["weight_decay"])
@@ -73,6 +93,7 @@ _ADAM = Update(
     ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
     lambda options: ("step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])),
     _adam,
+    "step",
 )
 _UPDATES: dict[type[Optimizer], Update] = {
     torch.optim.SGD: Update(

@@ -4,7 +4,8 @@ the kinds of tensors, and the values that code reaches by name (``gxd.compile.na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -15,8 +16,10 @@ from torch.optim import optimizer as every_optimizer
 
 from gxd.compile.names import PLAIN, Names
 from gxd.compile.recipe import Recipe
+from gxd.compile.updates import step_of
 from gxd.observe.hooks import Hook
 
+CONTAINERS = (dict, list, set, deque)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Recurrent layers keep their weights in a list, and bring it up to date at each call.
 _MENDED = ("_flat_weights", "_flat_weight_refs")
@@ -73,7 +76,7 @@ class Watch:
         changed: list[str] = []
         values = [read() for read in self._reads]
         held = [*((path, vars(module)) for path, module in self._modules.items()), *self._values.items()]
-        copies = [(name, value, value.copy()) for name, value in held if isinstance(value, (dict, list))]
+        copies = [(name, value, value.copy()) for name, value in _containers(held)]
         try:
             yield changed
         finally:
@@ -105,7 +108,7 @@ class Watch:
         tensors = self.recipe.tensors()
         trained = [p for group in self.optimizer.param_groups for p in (*group["params"], None)]
         kinds = [*map(_kind, tensors), *map(Tensor.stride, tensors)]
-        return kinds, [*tensors, *trained, *[read() for read in self._reads]]
+        return kinds, [*tensors, *trained, step_of(self.optimizer), *[read() for read in self._reads]]
 
     def _optimizer_hooks(self) -> list[Mapping[int, Any]]:
         return [
@@ -129,12 +132,31 @@ def _same(one: Any, two: Any) -> bool:
     return isinstance(one, PLAIN) and bool(one == two)
 
 
+def _containers(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The containers among some values and within these, each by the name of the value."""
+    found: dict[int, tuple[str, Any]] = {}
+    waiting = list(named)
+    for name, value in waiting:
+        if isinstance(value, CONTAINERS) and id(value) not in found:
+            found[id(value)] = name, value
+            inside = value.values() if isinstance(value, dict) else value
+            waiting += [(name, one) for one in inside if isinstance(one, CONTAINERS)]
+    return list(found.values())
+
+
 def _put_back(held: Any, copy: Any) -> list[str]:
-    """Make a dict or list what it was. Returns the keys that were not; of a list, the empty one."""
-    if isinstance(held, list):
+    """Make a container what it was. Returns the keys of a dict that were not; of another, the empty one."""
+    if isinstance(held, set):
+        if held == copy:
+            return []
+        held.clear()
+        held.update(copy)
+        return [""]
+    if not isinstance(held, dict):
         if len(held) == len(copy) and all(map(_same, held, copy)):
             return []
-        held[:] = copy
+        held.clear()
+        held.extend(copy)
         return [""]
     missing = object()
     keys = [key for key in {**held, **copy} if not _same(held.get(key, missing), copy.get(key, missing))]
