@@ -472,6 +472,15 @@ def test_a_method_that_raises_later_is_a_row_too_and_is_tried_again(own, board, 
     assert "tuning: 6 runs, 0 of them done before" in capsys.readouterr().out
 
 
+def test_a_method_that_ends_the_process_later_is_a_row_too(own, board, tmp_path, capsys, monkeypatch):
+    """In the process of the command it would end that, and with it the board."""
+    monkeypatch.setattr(work, "time_ratios", partial(time_ratios, steps=10, rounds=5))  # it comes to its 30 steps
+    file = own(LATER.replace("RuntimeError('too late')", "SystemExit(7)"))
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    assert rows(tmp_path / "mine")["digits", "mine"]["note"].startswith("all trials failed: SystemExit: 7")
+    assert "digits: mine has no rank" in capsys.readouterr().out
+
+
 def test_runs_of_another_version_of_the_file_are_not_taken_for_those_of_this_one(own, board, tmp_path):
     add(own(RAISES), board, tmp_path, "--streams", "digits")
     registry._REGISTRY.pop("mine")

@@ -324,7 +324,7 @@ def train_one(config: Experiment, root: Path, report: Any = None, files: Sequenc
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return Failure(f"{error.strerror or error}{where}", errno=error.errno)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a method that calls sys.exit would do so each time it is tried again
         first = str(error).partition("\n")[0]
         return Failure(f"{type(error).__name__}: {first}", traceback.format_exc())
     finally:
