@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 import gxd
@@ -420,6 +421,9 @@ NAN = (
 )
 LR = FINE.replace("return", "host.optimizers[0].param_groups[0]['lr'] = 9.0; return")
 SEEDS = FINE.replace("return", "torch.manual_seed(0); return")
+FREEZES = FINE.replace("return", "[one.parameter.requires_grad_(False) for one in host.trained()]; return")
+DTYPE = FINE.replace("return", "torch.set_default_dtype(torch.float64); return")
+LATE = LATER.replace("raise RuntimeError('too late')", "{}")
 
 
 def add(file, board, tmp_path, *args):
@@ -449,8 +453,14 @@ def test_a_method_that_does_nothing_ties_with_backprop(own, board, tmp_path, cap
         (RAISES, "it raises RuntimeError: no idea"),
         (LR, "it changes the learning rate or another setting of the optimizer, which a method may not"),
         (SEEDS, "it changes torch's global random state, which a method may not"),
+        (FREEZES, "it changes requires_grad of parameters, which a method may not"),
+        (DTYPE, "it changes torch's default dtype, which a method may not"),
+        (
+            "    def init(self, host): host.optimizers[0].param_groups[0]['lr'] = 0.02; return ()",
+            "it changes the learning rate or another setting of the optimizer, which a method may not",
+        ),
     ],
-    ids=["raises", "learning rate", "seed"],
+    ids=["raises", "learning rate", "seed", "freezes", "dtype", "in init"],
 )
 def test_a_method_that_misbehaves_is_a_row_that_says_so(own, board, tmp_path, capsys, body, why):
     assert add(own(body), board, tmp_path) == 1
@@ -470,6 +480,46 @@ def test_a_method_that_raises_later_is_a_row_too_and_is_tried_again(own, board, 
     sys.modules.pop("gxd_user_mine")
     assert add(file, board, tmp_path, "--streams", "digits") == 1
     assert "tuning: 6 runs, 0 of them done before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [
+        ("host.optimizers[0].param_groups[0]['lr'] = 0.02", "the learning rate or another setting of the optimizer"),
+        ("next(host.trained()).parameter.requires_grad_(False)", "requires_grad of parameters"),
+        ("[one.parameter.requires_grad_(False) for one in host.trained()]", "requires_grad of parameters"),
+        ("torch.manual_seed(0)", "torch's global random state"),
+        ("torch.set_default_dtype(torch.float64)", "torch's default dtype"),
+        ("state == 31 and host.model.register_forward_pre_hook(spoil)", "the examples that are learned"),
+    ],
+    ids=["lr", "freezes", "freezes all", "seeds", "dtype", "examples"],
+)
+def test_a_method_that_changes_later_what_it_may_not_has_no_rank_and_is_told_what_and_when(
+    own, board, tmp_path, does, what
+):
+    file = own(LATE.format(does), extra="def spoil(model, args): args[0].mul_(0.9)")
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    # Of 2 steps; the hook changes those after the one that makes it.
+    task = 16 if "hook" in does else 15
+    assert row["note"] == f"all trials failed: it changes {what}, which a method may not: seen in task {task}"
+    assert not row["rank"] and torch.get_default_dtype() == torch.float32
+
+
+def test_what_a_file_sets_for_all_of_torch_when_it_is_imported_does_not_reach_the_runs(own):
+    methods.load(own(FINE, extra="torch.set_default_dtype(torch.float64)"))
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("error", ["gxd.lab.errors.UserError", "BrokenPipeError", "EOFError", "ConnectionResetError"])
+def test_what_a_method_raises_is_its_failure_whatever_the_lab_itself_means_by_it(own, tmp_path, warm_workers, error):
+    file = own(LATER.replace("RuntimeError", error))
+    methods.load(file)
+    job = workers.Job("mine", SMALL.tracks[0].config({"method": "mine", "lr": 0.1}, 0))
+    with Board(1) as board:
+        (outcome,) = IN_PROCESSES([job], tmp_path / "runs", board, processes=1, files=[file])
+    assert outcome.failure is not None and not outcome.failure.elsewhere
+    assert "too late" in outcome.failure.reason and "its process" not in outcome.failure.reason
 
 
 def test_a_method_that_ends_the_process_later_is_a_row_too(own, board, tmp_path, capsys, monkeypatch):

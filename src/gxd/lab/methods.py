@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal, get_origin, get_type_hints
 
 import gxd
+from gxd.lab.conduct import torch_as_it_was
 from gxd.lab.config import alternatives, check_name, fits, near, words
 from gxd.lab.errors import UserError, first_line
 
@@ -58,7 +59,8 @@ def load(file: Path) -> ModuleType:
         raise UserError(f"{file} is not a Python file: give one that registers a method with gxd.register_method")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with torch_as_it_was():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's own code raises
         del sys.modules[name]
         raise UserError(f"{file} cannot be imported: {type(error).__name__}: {first_line(error)}") from error

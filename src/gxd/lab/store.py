@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import gxd
-from gxd.lab.errors import UserError
+from gxd.lab.errors import Elsewhere
 from gxd.lab.experiments import Experiment, experiment
 
 CONFIG, METRICS, STATUS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "status.json", "checkpoint.pt", ".lock"
@@ -32,7 +32,7 @@ CONFIG, METRICS, STATUS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "sta
 class RunDirectory:
     """A run directory, held by this process until :meth:`close`.
 
-    Raises :class:`UserError` if the directory cannot be written to, holds another config, or another process is at it.
+    Raises :class:`Elsewhere` if the directory cannot be written to, holds another config, or another process is at it.
     """
 
     def __init__(self, path: Path, config: Experiment) -> None:
@@ -41,7 +41,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path / LOCK)
         except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(
+            raise Elsewhere(
                 f"cannot write to {path} ({error.strerror}): choose another place with --out, or free this one"
             ) from error
         try:
@@ -58,7 +58,7 @@ class RunDirectory:
         if not (self.path / CONFIG).exists():
             strangers = [name for name in (METRICS, STATUS, CHECKPOINT) if (self.path / name).exists()]
             if strangers:
-                raise UserError(
+                raise Elsewhere(
                     f"{self.path} has a {strangers[0]} but no {CONFIG}: move it away, or choose another --out"
                 )
             record = {
@@ -71,13 +71,13 @@ class RunDirectory:
             return
         theirs = _record(self.path)
         if theirs.get("experiment") != config.name:
-            raise UserError(
+            raise Elsewhere(
                 f"{self.path} holds a run of {theirs.get('experiment')!r}, not {config.name!r}: choose another --out"
             )
         other = theirs["config"]
         for name in dict.fromkeys([*settings, *other]):
             if other.get(name) != settings.get(name):
-                raise UserError(
+                raise Elsewhere(
                     f"{self.path} holds a run with {name}={other.get(name)!r}, not {settings.get(name)!r}: "
                     "choose another --out, or move it away"
                 )
@@ -145,9 +145,9 @@ class RunDirectory:
             except OSError:
                 raise
             except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user
-                raise UserError(f"{file} is damaged: delete {self.path}, and the run starts anew") from error
+                raise Elsewhere(f"{file} is damaged: delete {self.path}, and the run starts anew") from error
             if length > (metrics.stat().st_size if metrics.exists() else 0):
-                raise UserError(f"{metrics} has lost lines: delete {self.path}, and the run starts anew")
+                raise Elsewhere(f"{metrics} has lost lines: delete {self.path}, and the run starts anew")
         else:
             length = 0
         if metrics.exists() and metrics.stat().st_size > length:
@@ -183,7 +183,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         return objects(whole)
     except ValueError as error:
-        raise UserError(f"{file} is damaged: delete {path}, and run it again") from error
+        raise Elsewhere(f"{file} is damaged: delete {path}, and run it again") from error
 
 
 def read_config(path: Path) -> Experiment:
@@ -196,7 +196,7 @@ def _record(path: Path) -> dict[str, Any]:
     """What config.json says."""
     record = read_json(path / CONFIG)
     if not isinstance(record.get("config"), dict) or not isinstance(record.get("resumed", []), list):
-        raise UserError(f"{path / CONFIG} is damaged: delete {path}, and run it again")
+        raise Elsewhere(f"{path / CONFIG} is damaged: delete {path}, and run it again")
     return record
 
 
@@ -209,15 +209,15 @@ def objects(text: bytes) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path, remedy: str = "delete its directory, and run it again") -> dict[str, Any]:
-    """A JSON object. Raises :class:`UserError`, with what to do, if the file is none."""
+    """A JSON object. Raises :class:`Elsewhere`, with what to do, if the file is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{file} does not exist") from error
+        raise Elsewhere(f"{file} does not exist") from error
     except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): {remedy}") from error
+        raise Elsewhere(f"{file} is not JSON ({error}): {remedy}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: {remedy}")
+        raise Elsewhere(f"{file} holds no JSON object: {remedy}")
     return value
 
 
@@ -266,7 +266,7 @@ def _locked(file: Path) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise UserError(f"another process is at {file.parent}: wait for it, or choose another --out") from error
+        raise Elsewhere(f"another process is at {file.parent}: wait for it, or choose another --out") from error
     except OSError:  # a file system without locks
         os.close(handle)
         return None

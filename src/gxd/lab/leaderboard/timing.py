@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from gxd.lab.bench.measure import Step, compare, measure
+from gxd.lab.conduct import torch_as_it_was
 from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.records import read_by_stream
 from gxd.lab.steps import eager_step, prediction
@@ -32,12 +33,9 @@ def time_ratios(places: Sequence[Place], stream: Stream, *, steps: int = 10, rou
     compiled. Events at boundaries are not in it.
     """
     variants = {place.entry.name: partial(_make, place, stream) for place in places}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_as_it_was():
+        torch.set_num_threads(1)
         rows = compare("leaderboard", "", measure(variants, steps=steps, rounds=rounds, warmup=5))
-    finally:
-        torch.set_num_threads(threads)
     return {row.variant: round(row.ratio, 3) for row in rows if row.ratio is not None}
 
 
