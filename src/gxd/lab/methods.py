@@ -6,6 +6,7 @@ A method is ``backprop``, one of :func:`gxd.methods`, or one of :func:`gxd.utili
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -49,9 +50,15 @@ def registered(method: str) -> str:
     return "continual_backprop" if utility_of(method) is not None else method
 
 
+def module_name(file: Path) -> str:
+    """What the module of a user's file is called: two files may have the same name."""
+    where = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:10]
+    return f"gxd_user_{file.stem}_{where}"
+
+
 def load(file: Path) -> ModuleType:
     """Import a file of the user's, which registers methods with :func:`gxd.register_method`; once in a process."""
-    name = f"gxd_user_{file.stem}"
+    name = module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

@@ -233,7 +233,7 @@ def prepare(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         raise UserError(f"cannot write to {root} ({error.strerror}): choose another place with --out") from error
 
 
