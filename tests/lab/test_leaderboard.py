@@ -27,10 +27,12 @@ from gxd.lab.leaderboard import cli, command, work
 from gxd.lab.leaderboard.board import Row, Standing, average_ranks
 from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.output import ranks_table
+from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol, Track
 from gxd.lab.leaderboard.timing import time_ratios
 from gxd.lab.progress import Board
 from gxd.lab.report.tables import Cell
+from gxd.lab.run import make_stream
 from gxd.methods import registry
 
 DIGITS = {"tasks": 20, "epochs": 1, "batch_size": 720, "width": 8, "depth": 1}
@@ -96,7 +98,7 @@ def own(tmp_path):
     file = tmp_path / "mine.py"
 
     def write(body, name="mine", extra=""):
-        sys.modules.pop("gxd_user_mine", None)
+        forget_files()
         file.write_text(
             "import gxd, torch\n"
             "class Mine(gxd.Method):\n"
@@ -109,7 +111,13 @@ def own(tmp_path):
     yield write
     registry._REGISTRY.clear()
     registry._REGISTRY.update(before)
-    sys.modules.pop("gxd_user_mine", None)
+    forget_files()
+
+
+def forget_files():
+    """As in a new process: nothing has imported a file of the user's."""
+    for name in [name for name in sys.modules if name.startswith("gxd_user_")]:
+        del sys.modules[name]
 
 
 def rows(out):
@@ -246,7 +254,10 @@ def test_a_method_that_a_stream_cannot_treat_has_a_row_that_says_why(done):
 
 def test_a_board_that_is_not_complete_says_what_is_missing(done):
     text = (done / "board.md").read_text()
-    assert "NOT COMPLETE" in text and f"digits: {len(entries()) - len(ENTRIES)} entries are not complete" in text
+    assert (
+        "of 6 settings on seed 100, reported on 3 other seeds. NOT COMPLETE" in text
+        and f"digits: {len(entries()) - len(ENTRIES)} entries are not complete" in text
+    )
     assert rows(done)["digits", "l2"]["note"] == "missing: 6 of 6 tuning runs"
     assert set(rows(done)) == {(track.name, name) for track in SMALL.tracks for name in entries()}
 
@@ -374,11 +385,67 @@ def test_a_directory_with_other_things_in_it_is_refused(tmp_path):
         command(["show", str(tmp_path / "nothing")], SMALL)
 
 
-def test_a_damaged_digest_is_an_error_that_names_it(board):
-    with (board / "digest.jsonl").open("a") as file:
-        file.write('{"stage": "report"}\n')
-    with pytest.raises(UserError, match=r"digest\.jsonl is damaged"):
+@pytest.mark.parametrize("damage", ['{"stage": "report"}', '{"stage": "rep', "[1]", '{"strange": 1}'])
+def test_a_damaged_digest_is_an_error_that_names_the_line_without_which_the_run_is_made_again(board, damage):
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    digest = (board / "digest.jsonl").read_text().splitlines()
+    (board / "digest.jsonl").write_text("\n".join([*digest[:6], damage, *digest[7:]]) + "\n")
+    with pytest.raises(
+        UserError, match=r"digest\.jsonl is damaged \(line 7: .*: delete that line, and its run is made"
+    ):
         command(["show", str(board)], SMALL)
+    (board / "digest.jsonl").write_text("\n".join([*digest[:6], *digest[7:]]) + "\n")
+    assert command([*RUN, "--out", str(board)], SMALL) == 0
+    assert len(lines(board)) == len(digest)
+
+
+@pytest.mark.parametrize("file", ["digest.jsonl", "times.json", "objections.json", "failures.json"])
+def test_a_damaged_file_of_either_board_is_said_before_the_runs_and_not_after(own, board, tmp_path, monkeypatch, file):
+    monkeypatch.setattr(work, "_do_track", lambda *_: pytest.fail("too late"))
+    (board / file).write_text("{")
+    with pytest.raises(UserError, match=re.escape(str(board / file))):
+        command([*RUN, "--out", str(board)], SMALL)
+    with pytest.raises(UserError, match=re.escape(str(board / file))):
+        add(own(FINE), board, tmp_path)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_board_that_cannot_be_written_is_shown_and_what_could_not_be_written_is_said(board, capsys):
+    (board / "board.csv").unlink()
+    (board / "board.csv").mkdir()
+    assert command(["show", str(board)], SMALL) == 0
+    said = capsys.readouterr()
+    assert "| gxd |" in said.out and "is the page" not in said.out
+    assert f"gxd: {board / 'board.csv'} cannot be written (Is a directory)" in said.err and ".part" not in said.err
+
+
+def test_what_another_process_writes_to_a_board_meanwhile_is_kept(board, monkeypatch):
+    """As two of `gxd leaderboard run`, with other entries, at one directory."""
+
+    def meanwhile(file, change, function):
+        def changed(*args, **options):
+            found = function(*args, **options)
+            store.write_json(board / file, {**store.read_json(board / file), **change})
+            return found
+
+        return changed
+
+    for path in board.glob("*/permuted-digits/gxd*"):
+        shutil.rmtree(path)
+    for file in ("digest.jsonl", "times.json"):
+        (board / file).unlink()
+    store.write_json(board / "times.json", {})
+    change = {"elsewhere": {"theirs": 2.0}}
+    monkeypatch.setattr(work, "time_ratios", meanwhile("times.json", change, work.time_ratios))
+    change = {"elsewhere": {"theirs": "it cannot"}}
+    monkeypatch.setattr(work, "objection", meanwhile("objections.json", change, work.objection))
+    monkeypatch.setattr(workers, "run_all", meanwhile("failures.json", {"theirs": "it raised"}, _here))
+    assert command(["run", "--entries", "gxd", "--streams", "digits", "--out", str(board)], SMALL) == 0
+    read = {name: json.loads((board / f"{name}.json").read_text()) for name in ("times", "objections", "failures")}
+    assert read["times"]["elsewhere"] == {"theirs": 2.0} and read["times"]["digits"]["gxd"]
+    assert read["objections"]["elsewhere"] == {"theirs": "it cannot"} and "gxd" in read["objections"]["digits"]
+    assert read["failures"] == {"theirs": "it raised"}
 
 
 def test_the_estimate_says_how_long_it_takes_and_does_nothing(tmp_path, board, capsys):
@@ -477,7 +544,7 @@ def test_a_method_that_raises_later_is_a_row_too_and_is_tried_again(own, board, 
     said = capsys.readouterr()
     assert "6 failed; the same command tries them again" in said.err
     registry._REGISTRY.pop("mine")
-    sys.modules.pop("gxd_user_mine")
+    forget_files()
     assert add(file, board, tmp_path, "--streams", "digits") == 1
     assert "tuning: 6 runs, 0 of them done before" in capsys.readouterr().out
 
@@ -522,6 +589,62 @@ def test_what_a_method_raises_is_its_failure_whatever_the_lab_itself_means_by_it
     assert "too late" in outcome.failure.reason and "its process" not in outcome.failure.reason
 
 
+def test_a_step_that_could_not_be_timed_is_said_in_the_row_until_it_is(own, board, tmp_path, monkeypatch):
+    file = own(LATER)
+    methods.load(file)
+    digits = SMALL.tracks[0]
+    places, stream = (
+        [Place(SMALL, digits, entries()[n]) for n in ("backprop", "mine")],
+        make_stream(digits.config({}, 0)),
+    )
+    assert time_ratios(places, stream, steps=40, rounds=2) == {"backprop": 1.0, "mine": "RuntimeError: too late"}
+    registry._REGISTRY.pop("mine")
+    file, quick = own(FINE), work.time_ratios
+    monkeypatch.setattr(work, "time_ratios", lambda *_: {"backprop": 1.0, "mine": "RuntimeError: too late"})
+    add(file, board, tmp_path, "--streams", "digits")
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    assert row["rank"] and not row["time_ratio"] and row["note"] == "not timed: RuntimeError: too late"
+    forget()
+    monkeypatch.setattr(work, "time_ratios", quick)
+    add(file, board, tmp_path, "--streams", "digits")
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    assert row["time_ratio"] and not row["note"]
+
+
+def test_two_files_of_one_name_are_two_files(own, board, tmp_path):
+    add(own(FINE), board, tmp_path, "--streams", "digits")
+    other = tmp_path / "other" / "mine.py"
+    other.parent.mkdir()
+    other.write_text((tmp_path / "mine.py").read_text().replace("'mine', desc", "'other', desc"))
+    assert add(other, board, tmp_path, "--streams", "digits") == 0
+    found = rows(tmp_path / "mine")
+    assert found["digits", "mine"]["rank"] and found["digits", "other"]["rank"]
+
+
+def test_a_file_that_goes_to_another_directory_does_not_take_the_board_along(own, board, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    own(FINE, extra="import os; os.chdir('there')")
+    options = ["--board", board.name, "--out", "mine", "--streams", "digits"]
+    assert command(["add", "mine.py", *options], SMALL) == 0
+    assert rows(tmp_path / "mine")["digits", "mine"]["rank"] and not list((tmp_path / "there").iterdir())
+
+
+def test_settings_that_do_not_fit_all_methods_of_a_file_are_said_to_need_a_file_each(own, board, tmp_path):
+    second = (
+        "@gxd.register_method('second', description='other', inert={})\ndef second(amount: float = 1.0): return Mine()"
+    )
+    file = own(FINE, extra=f"{second}\nGRID = [{{'strength': 1.0}}, {{'strength': 2.0}}]")
+    with pytest.raises(UserError, match=r"no option 'strength'.* tried of mine and second, .* give each its own file"):
+        add(file, board, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="the place where nothing can be made")
+def test_a_place_where_no_directory_can_be_made_is_one_line_with_a_remedy():
+    with pytest.raises(UserError, match=r"cannot write to /proc/x .*: choose another place with --out"):
+        command([*RUN, "--out", "/proc/x"], SMALL)
+
+
 def test_a_method_that_ends_the_process_later_is_a_row_too(own, board, tmp_path, capsys, monkeypatch):
     """In the process of the command it would end that, and with it the board."""
     monkeypatch.setattr(work, "time_ratios", partial(time_ratios, steps=10, rounds=5))  # it comes to its 30 steps
@@ -545,7 +668,7 @@ def files(out):
 def forget():
     """As in a new process: nothing has imported the user's file."""
     registry._REGISTRY.pop("mine", None)
-    sys.modules.pop("gxd_user_mine", None)
+    forget_files()
 
 
 @pytest.mark.parametrize("grid", [(), ("--grid", "strength=1.0", "strength=2.0")], ids=["defaults", "grid"])
@@ -601,10 +724,7 @@ def test_a_second_method_goes_on_the_board_beside_the_first(own, board, tmp_path
     other = tmp_path / "other.py"
     other.write_text((tmp_path / "mine.py").read_text().replace("'mine', desc", "'other', desc"))
     forget()
-    try:
-        assert add(other, board, tmp_path, "--streams", "digits") == 0
-    finally:
-        sys.modules.pop("gxd_user_other")
+    assert add(other, board, tmp_path, "--streams", "digits") == 0
     found = rows(tmp_path / "mine")
     assert found["digits", "mine"]["mean"] == first["mean"] and found["digits", "other"]["rank"]
 
@@ -662,7 +782,7 @@ def test_a_file_that_cannot_be_used_is_one_line(own, board, tmp_path, text, why)
     with pytest.raises(UserError, match="is there already"):
         add(own(FINE, name="l2"), board, tmp_path)
     with pytest.raises(UserError, match="is not a Python file"):
-        sys.modules.pop("gxd_user_mine", None)
+        forget_files()
         add(tmp_path / "mine.txt", board, tmp_path)
 
 

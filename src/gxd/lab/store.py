@@ -14,11 +14,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ import gxd
 from gxd.lab.errors import Elsewhere
 from gxd.lab.experiments import Experiment, experiment
 
+T = TypeVar("T")
 CONFIG, METRICS, STATUS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "status.json", "checkpoint.pt", ".lock"
 
 
@@ -181,9 +183,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     whole = file.read_bytes().rpartition(b"\n")[0]
     try:
-        return objects(whole)
+        return objects(whole, dict)
     except ValueError as error:
-        raise Elsewhere(f"{file} is damaged: delete {path}, and run it again") from error
+        raise Elsewhere(f"{file} is damaged ({error}): delete {path}, and run it again") from error
 
 
 def read_config(path: Path) -> Experiment:
@@ -200,11 +202,23 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
-def objects(text: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a text that has one in every line. Raises :class:`ValueError` if a line is none."""
-    found = [json.loads(line) for line in text.splitlines()]
-    if not all(isinstance(one, dict) for one in found):
-        raise ValueError("a line is no JSON object")
+def objects(text: bytes, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What ``read`` makes of the JSON objects of a text that has one in every line. Raises :class:`ValueError` with the
+    number of the line if one is none, or cannot be read.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError("no JSON object")
+            found.append(read(value))
+        except json.JSONDecodeError as error:  # which calls it line 1 itself
+            raise ValueError(f"line {number}: no JSON, {error.msg}") from error
+        except KeyError as error:
+            raise ValueError(f"line {number}: it has no {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number}: {error}") from error
     return found
 
 
@@ -246,8 +260,8 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 
 def _named(error: OSError, file: Path) -> OSError:
-    """The same error, with the file it is about: writing to an open file does not say."""
-    return error if error.filename else OSError(error.errno, error.strerror, str(file))
+    """The same error, with the file it is about: writing to an open file does not say, and moving one names another."""
+    return OSError(error.errno, error.strerror, str(file))
 
 
 def _finite(value: Any) -> Any:
@@ -255,15 +269,32 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _locked(file: Path) -> int | None:
-    """Hold the lock file, or say who else does. The system lets go of it when the process ends, however it ends."""
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """For changing a file by what it says: of processes that come to such a block of one directory, all but one wait.
+
+    It must not hold the directory already: it would wait for itself.
+    """
+    handle = _locked(directory / LOCK, wait=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(file: Path, wait: bool = False) -> int | None:
+    """Hold the lock file; if another process does, wait for it, or say so.
+
+    The system lets go of it when the process ends, however it ends.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows; there nothing guards against two processes
         return None
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         os.close(handle)
         raise Elsewhere(f"another process is at {file.parent}: wait for it, or choose another --out") from error
