@@ -403,6 +403,7 @@ def test_the_digest_alone_makes_the_same_page_and_goes_together_with_new_runs(tm
     write(tmp_path / "more", 0.9, method="gxd", seed=2)
     age.write([tmp_path / "one", tmp_path / "more"], tmp_path / "both")
     assert len((tmp_path / "both" / "age.jsonl").read_text().splitlines()) == 8
-    (tmp_path / "one" / "age.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"age\.jsonl is damaged"):
+    with (tmp_path / "one" / "age.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(UserError, match=r"age\.jsonl is damaged \(line [0-9]+: it has no .*delete that line"):
         age.write([tmp_path / "one"], tmp_path / "other")

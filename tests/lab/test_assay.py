@@ -382,5 +382,5 @@ def test_damaged_results_are_named(done, tmp_path):
         (path / name).write_bytes((done / name).read_bytes())
     for damage in ('{"checkpoint": 0', "[1]\n"):
         (path / "assay.jsonl").write_text(damage)
-        with pytest.raises(UserError, match="is damaged: delete"):
+        with pytest.raises(UserError, match=r"is damaged \(line 1: .*\): delete"):
             lab.assay(TINY, tmp_path)

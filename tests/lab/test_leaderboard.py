@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 import gxd
@@ -26,10 +27,12 @@ from gxd.lab.leaderboard import cli, command, work
 from gxd.lab.leaderboard.board import Row, Standing, average_ranks
 from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.output import ranks_table
+from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol, Track
 from gxd.lab.leaderboard.timing import time_ratios
 from gxd.lab.progress import Board
 from gxd.lab.report.tables import Cell
+from gxd.lab.run import make_stream
 from gxd.methods import registry
 
 DIGITS = {"tasks": 20, "epochs": 1, "batch_size": 720, "width": 8, "depth": 1}
@@ -95,7 +98,7 @@ def own(tmp_path):
     file = tmp_path / "mine.py"
 
     def write(body, name="mine", extra=""):
-        sys.modules.pop("gxd_user_mine", None)
+        forget_files()
         file.write_text(
             "import gxd, torch\n"
             "class Mine(gxd.Method):\n"
@@ -108,7 +111,13 @@ def own(tmp_path):
     yield write
     registry._REGISTRY.clear()
     registry._REGISTRY.update(before)
-    sys.modules.pop("gxd_user_mine", None)
+    forget_files()
+
+
+def forget_files():
+    """As in a new process: nothing has imported a file of the user's."""
+    for name in [name for name in sys.modules if name.startswith("gxd_user_")]:
+        del sys.modules[name]
 
 
 def rows(out):
@@ -245,7 +254,10 @@ def test_a_method_that_a_stream_cannot_treat_has_a_row_that_says_why(done):
 
 def test_a_board_that_is_not_complete_says_what_is_missing(done):
     text = (done / "board.md").read_text()
-    assert "NOT COMPLETE" in text and f"digits: {len(entries()) - len(ENTRIES)} entries are not complete" in text
+    assert (
+        "of 6 settings on seed 100, reported on 3 other seeds. NOT COMPLETE" in text
+        and f"digits: {len(entries()) - len(ENTRIES)} entries are not complete" in text
+    )
     assert rows(done)["digits", "l2"]["note"] == "missing: 6 of 6 tuning runs"
     assert set(rows(done)) == {(track.name, name) for track in SMALL.tracks for name in entries()}
 
@@ -373,11 +385,67 @@ def test_a_directory_with_other_things_in_it_is_refused(tmp_path):
         command(["show", str(tmp_path / "nothing")], SMALL)
 
 
-def test_a_damaged_digest_is_an_error_that_names_it(board):
-    with (board / "digest.jsonl").open("a") as file:
-        file.write('{"stage": "report"}\n')
-    with pytest.raises(UserError, match=r"digest\.jsonl is damaged"):
+@pytest.mark.parametrize("damage", ['{"stage": "report"}', '{"stage": "rep', "[1]", '{"strange": 1}'])
+def test_a_damaged_digest_is_an_error_that_names_the_line_without_which_the_run_is_made_again(board, damage):
+    for stage in ("tuning", "report"):
+        shutil.rmtree(board / stage)
+    digest = (board / "digest.jsonl").read_text().splitlines()
+    (board / "digest.jsonl").write_text("\n".join([*digest[:6], damage, *digest[7:]]) + "\n")
+    with pytest.raises(
+        UserError, match=r"digest\.jsonl is damaged \(line 7: .*: delete that line, and its run is made"
+    ):
         command(["show", str(board)], SMALL)
+    (board / "digest.jsonl").write_text("\n".join([*digest[:6], *digest[7:]]) + "\n")
+    assert command([*RUN, "--out", str(board)], SMALL) == 0
+    assert len(lines(board)) == len(digest)
+
+
+@pytest.mark.parametrize("file", ["digest.jsonl", "times.json", "objections.json", "failures.json"])
+def test_a_damaged_file_of_either_board_is_said_before_the_runs_and_not_after(own, board, tmp_path, monkeypatch, file):
+    monkeypatch.setattr(work, "_do_track", lambda *_: pytest.fail("too late"))
+    (board / file).write_text("{")
+    with pytest.raises(UserError, match=re.escape(str(board / file))):
+        command([*RUN, "--out", str(board)], SMALL)
+    with pytest.raises(UserError, match=re.escape(str(board / file))):
+        add(own(FINE), board, tmp_path)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_board_that_cannot_be_written_is_shown_and_what_could_not_be_written_is_said(board, capsys):
+    (board / "board.csv").unlink()
+    (board / "board.csv").mkdir()
+    assert command(["show", str(board)], SMALL) == 0
+    said = capsys.readouterr()
+    assert "| gxd |" in said.out and "is the page" not in said.out
+    assert f"gxd: {board / 'board.csv'} cannot be written (Is a directory)" in said.err and ".part" not in said.err
+
+
+def test_what_another_process_writes_to_a_board_meanwhile_is_kept(board, monkeypatch):
+    """As two of `gxd leaderboard run`, with other entries, at one directory."""
+
+    def meanwhile(file, change, function):
+        def changed(*args, **options):
+            found = function(*args, **options)
+            store.write_json(board / file, {**store.read_json(board / file), **change})
+            return found
+
+        return changed
+
+    for path in board.glob("*/permuted-digits/gxd*"):
+        shutil.rmtree(path)
+    for file in ("digest.jsonl", "times.json"):
+        (board / file).unlink()
+    store.write_json(board / "times.json", {})
+    change = {"elsewhere": {"theirs": 2.0}}
+    monkeypatch.setattr(work, "time_ratios", meanwhile("times.json", change, work.time_ratios))
+    change = {"elsewhere": {"theirs": "it cannot"}}
+    monkeypatch.setattr(work, "objection", meanwhile("objections.json", change, work.objection))
+    monkeypatch.setattr(workers, "run_all", meanwhile("failures.json", {"theirs": "it raised"}, _here))
+    assert command(["run", "--entries", "gxd", "--streams", "digits", "--out", str(board)], SMALL) == 0
+    read = {name: json.loads((board / f"{name}.json").read_text()) for name in ("times", "objections", "failures")}
+    assert read["times"]["elsewhere"] == {"theirs": 2.0} and read["times"]["digits"]["gxd"]
+    assert read["objections"]["elsewhere"] == {"theirs": "it cannot"} and "gxd" in read["objections"]["digits"]
+    assert read["failures"] == {"theirs": "it raised"}
 
 
 def test_the_estimate_says_how_long_it_takes_and_does_nothing(tmp_path, board, capsys):
@@ -420,6 +488,9 @@ NAN = (
 )
 LR = FINE.replace("return", "host.optimizers[0].param_groups[0]['lr'] = 9.0; return")
 SEEDS = FINE.replace("return", "torch.manual_seed(0); return")
+FREEZES = FINE.replace("return", "[one.parameter.requires_grad_(False) for one in host.trained()]; return")
+DTYPE = FINE.replace("return", "torch.set_default_dtype(torch.float64); return")
+LATE = LATER.replace("raise RuntimeError('too late')", "{}")
 
 
 def add(file, board, tmp_path, *args):
@@ -449,8 +520,14 @@ def test_a_method_that_does_nothing_ties_with_backprop(own, board, tmp_path, cap
         (RAISES, "it raises RuntimeError: no idea"),
         (LR, "it changes the learning rate or another setting of the optimizer, which a method may not"),
         (SEEDS, "it changes torch's global random state, which a method may not"),
+        (FREEZES, "it changes requires_grad of parameters, which a method may not"),
+        (DTYPE, "it changes torch's default dtype, which a method may not"),
+        (
+            "    def init(self, host): host.optimizers[0].param_groups[0]['lr'] = 0.02; return ()",
+            "it changes the learning rate or another setting of the optimizer, which a method may not",
+        ),
     ],
-    ids=["raises", "learning rate", "seed"],
+    ids=["raises", "learning rate", "seed", "freezes", "dtype", "in init"],
 )
 def test_a_method_that_misbehaves_is_a_row_that_says_so(own, board, tmp_path, capsys, body, why):
     assert add(own(body), board, tmp_path) == 1
@@ -467,9 +544,114 @@ def test_a_method_that_raises_later_is_a_row_too_and_is_tried_again(own, board, 
     said = capsys.readouterr()
     assert "6 failed; the same command tries them again" in said.err
     registry._REGISTRY.pop("mine")
-    sys.modules.pop("gxd_user_mine")
+    forget_files()
     assert add(file, board, tmp_path, "--streams", "digits") == 1
     assert "tuning: 6 runs, 0 of them done before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [
+        ("host.optimizers[0].param_groups[0]['lr'] = 0.02", "the learning rate or another setting of the optimizer"),
+        ("next(host.trained()).parameter.requires_grad_(False)", "requires_grad of parameters"),
+        ("[one.parameter.requires_grad_(False) for one in host.trained()]", "requires_grad of parameters"),
+        ("torch.manual_seed(0)", "torch's global random state"),
+        ("torch.set_default_dtype(torch.float64)", "torch's default dtype"),
+        ("state == 31 and host.model.register_forward_pre_hook(spoil)", "the examples that are learned"),
+    ],
+    ids=["lr", "freezes", "freezes all", "seeds", "dtype", "examples"],
+)
+def test_a_method_that_changes_later_what_it_may_not_has_no_rank_and_is_told_what_and_when(
+    own, board, tmp_path, does, what
+):
+    file = own(LATE.format(does), extra="def spoil(model, args): args[0].mul_(0.9)")
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    # Of 2 steps; the hook changes those after the one that makes it.
+    task = 16 if "hook" in does else 15
+    assert row["note"] == f"all trials failed: it changes {what}, which a method may not: seen in task {task}"
+    assert not row["rank"] and torch.get_default_dtype() == torch.float32
+
+
+def test_what_a_file_sets_for_all_of_torch_when_it_is_imported_does_not_reach_the_runs(own):
+    methods.load(own(FINE, extra="torch.set_default_dtype(torch.float64)"))
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("error", ["gxd.lab.errors.UserError", "BrokenPipeError", "EOFError", "ConnectionResetError"])
+def test_what_a_method_raises_is_its_failure_whatever_the_lab_itself_means_by_it(own, tmp_path, warm_workers, error):
+    file = own(LATER.replace("RuntimeError", error))
+    methods.load(file)
+    job = workers.Job("mine", SMALL.tracks[0].config({"method": "mine", "lr": 0.1}, 0))
+    with Board(1) as board:
+        (outcome,) = IN_PROCESSES([job], tmp_path / "runs", board, processes=1, files=[file])
+    assert outcome.failure is not None and not outcome.failure.elsewhere
+    assert "too late" in outcome.failure.reason and "its process" not in outcome.failure.reason
+
+
+def test_a_step_that_could_not_be_timed_is_said_in_the_row_until_it_is(own, board, tmp_path, monkeypatch):
+    file = own(LATER)
+    methods.load(file)
+    digits = SMALL.tracks[0]
+    places, stream = (
+        [Place(SMALL, digits, entries()[n]) for n in ("backprop", "mine")],
+        make_stream(digits.config({}, 0)),
+    )
+    assert time_ratios(places, stream, steps=40, rounds=2) == {"backprop": 1.0, "mine": "RuntimeError: too late"}
+    registry._REGISTRY.pop("mine")
+    file, quick = own(FINE), work.time_ratios
+    monkeypatch.setattr(work, "time_ratios", lambda *_: {"backprop": 1.0, "mine": "RuntimeError: too late"})
+    add(file, board, tmp_path, "--streams", "digits")
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    assert row["rank"] and not row["time_ratio"] and row["note"] == "not timed: RuntimeError: too late"
+    forget()
+    monkeypatch.setattr(work, "time_ratios", quick)
+    add(file, board, tmp_path, "--streams", "digits")
+    row = rows(tmp_path / "mine")["digits", "mine"]
+    assert row["time_ratio"] and not row["note"]
+
+
+def test_two_files_of_one_name_are_two_files(own, board, tmp_path):
+    add(own(FINE), board, tmp_path, "--streams", "digits")
+    other = tmp_path / "other" / "mine.py"
+    other.parent.mkdir()
+    other.write_text((tmp_path / "mine.py").read_text().replace("'mine', desc", "'other', desc"))
+    assert add(other, board, tmp_path, "--streams", "digits") == 0
+    found = rows(tmp_path / "mine")
+    assert found["digits", "mine"]["rank"] and found["digits", "other"]["rank"]
+
+
+def test_a_file_that_goes_to_another_directory_does_not_take_the_board_along(own, board, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    own(FINE, extra="import os; os.chdir('there')")
+    options = ["--board", board.name, "--out", "mine", "--streams", "digits"]
+    assert command(["add", "mine.py", *options], SMALL) == 0
+    assert rows(tmp_path / "mine")["digits", "mine"]["rank"] and not list((tmp_path / "there").iterdir())
+
+
+def test_settings_that_do_not_fit_all_methods_of_a_file_are_said_to_need_a_file_each(own, board, tmp_path):
+    second = (
+        "@gxd.register_method('second', description='other', inert={})\ndef second(amount: float = 1.0): return Mine()"
+    )
+    file = own(FINE, extra=f"{second}\nGRID = [{{'strength': 1.0}}, {{'strength': 2.0}}]")
+    with pytest.raises(UserError, match=r"no option 'strength'.* tried of mine and second, .* give each its own file"):
+        add(file, board, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="the place where nothing can be made")
+def test_a_place_where_no_directory_can_be_made_is_one_line_with_a_remedy():
+    with pytest.raises(UserError, match=r"cannot write to /proc/x .*: choose another place with --out"):
+        command([*RUN, "--out", "/proc/x"], SMALL)
+
+
+def test_a_method_that_ends_the_process_later_is_a_row_too(own, board, tmp_path, capsys, monkeypatch):
+    """In the process of the command it would end that, and with it the board."""
+    monkeypatch.setattr(work, "time_ratios", partial(time_ratios, steps=10, rounds=5))  # it comes to its 30 steps
+    file = own(LATER.replace("RuntimeError('too late')", "SystemExit(7)"))
+    assert add(file, board, tmp_path, "--streams", "digits") == 1
+    assert rows(tmp_path / "mine")["digits", "mine"]["note"].startswith("all trials failed: SystemExit: 7")
+    assert "digits: mine has no rank" in capsys.readouterr().out
 
 
 def test_runs_of_another_version_of_the_file_are_not_taken_for_those_of_this_one(own, board, tmp_path):
@@ -486,7 +668,7 @@ def files(out):
 def forget():
     """As in a new process: nothing has imported the user's file."""
     registry._REGISTRY.pop("mine", None)
-    sys.modules.pop("gxd_user_mine", None)
+    forget_files()
 
 
 @pytest.mark.parametrize("grid", [(), ("--grid", "strength=1.0", "strength=2.0")], ids=["defaults", "grid"])
@@ -542,10 +724,7 @@ def test_a_second_method_goes_on_the_board_beside_the_first(own, board, tmp_path
     other = tmp_path / "other.py"
     other.write_text((tmp_path / "mine.py").read_text().replace("'mine', desc", "'other', desc"))
     forget()
-    try:
-        assert add(other, board, tmp_path, "--streams", "digits") == 0
-    finally:
-        sys.modules.pop("gxd_user_other")
+    assert add(other, board, tmp_path, "--streams", "digits") == 0
     found = rows(tmp_path / "mine")
     assert found["digits", "mine"]["mean"] == first["mean"] and found["digits", "other"]["rank"]
 
@@ -603,7 +782,7 @@ def test_a_file_that_cannot_be_used_is_one_line(own, board, tmp_path, text, why)
     with pytest.raises(UserError, match="is there already"):
         add(own(FINE, name="l2"), board, tmp_path)
     with pytest.raises(UserError, match="is not a Python file"):
-        sys.modules.pop("gxd_user_mine", None)
+        forget_files()
         add(tmp_path / "mine.txt", board, tmp_path)
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import torch
 from gxd.lab import store
 from gxd.lab.errors import UserError
 from gxd.lab.experiments.permuted_digits import PermutedDigits
-from gxd.lab.store import RunDirectory, read_config, read_metrics, write_bytes
+from gxd.lab.store import RunDirectory, held, read_config, read_metrics, write_bytes
 
 CONFIG = PermutedDigits(tasks=3, lr=0.1)
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def test_a_reader_does_not_see_a_line_that_is_being_written(tmp_path) -> None:
     assert read_metrics(tmp_path) == [{"task": 0}]
     for damage in ('{"task": 1, "lo\n', "[1]\n", "null\n"):
         (tmp_path / "metrics.jsonl").write_text('{"task": 0}\n' + damage)
-        with pytest.raises(UserError, match="damaged"):
+        with pytest.raises(UserError, match=r"damaged \(line 2: "):
             read_metrics(tmp_path)
 
 
@@ -198,3 +199,18 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to .*file.*choose another place"):
         RunDirectory(tmp_path / "file" / "run", CONFIG)
+
+
+def test_who_changes_a_file_of_a_directory_waits_for_who_is_at_it(tmp_path) -> None:
+    came = threading.Event()
+
+    def other() -> None:
+        with held(tmp_path):
+            came.set()
+
+    with held(tmp_path):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert not came.wait(0.2)
+    thread.join(10)
+    assert came.is_set()

@@ -251,9 +251,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        return objects(file.read_bytes())
+        return objects(file.read_bytes(), dict)
     except ValueError as error:
-        raise UserError(f"{file} is damaged: delete {path}, and the assay starts anew") from error
+        raise UserError(f"{file} is damaged ({error}): delete {path}, and the assay starts anew") from error
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

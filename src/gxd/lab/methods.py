@@ -6,6 +6,7 @@ A method is ``backprop``, one of :func:`gxd.methods`, or one of :func:`gxd.utili
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal, get_origin, get_type_hints
 
 import gxd
+from gxd.lab.conduct import torch_as_it_was
 from gxd.lab.config import alternatives, check_name, fits, near, words
 from gxd.lab.errors import UserError, first_line
 
@@ -48,9 +50,15 @@ def registered(method: str) -> str:
     return "continual_backprop" if utility_of(method) is not None else method
 
 
+def module_name(file: Path) -> str:
+    """What the module of a user's file is called: two files may have the same name."""
+    where = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:10]
+    return f"gxd_user_{file.stem}_{where}"
+
+
 def load(file: Path) -> ModuleType:
     """Import a file of the user's, which registers methods with :func:`gxd.register_method`; once in a process."""
-    name = f"gxd_user_{file.stem}"
+    name = module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -58,7 +66,8 @@ def load(file: Path) -> ModuleType:
         raise UserError(f"{file} is not a Python file: give one that registers a method with gxd.register_method")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with torch_as_it_was():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's own code raises
         del sys.modules[name]
         raise UserError(f"{file} cannot be imported: {type(error).__name__}: {first_line(error)}") from error

@@ -16,7 +16,8 @@ import tyro
 
 import gxd
 from gxd.lab import methods
-from gxd.lab.errors import UserError, first_line
+from gxd.lab.conduct import torch_as_it_was
+from gxd.lab.errors import Elsewhere, UserError, first_line
 from gxd.lab.experiments import EXPERIMENTS, Experiment, experiment
 from gxd.lab.progress import Board, Progress
 from gxd.lab.store import METRICS, STATUS, RunDirectory, read_json, read_metrics
@@ -101,7 +102,7 @@ def _go_on(
             training.load_state_dict(saved["training"])
             first, before = int(saved["task"]), float(saved["seconds"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(
+            raise Elsewhere(
                 f"the checkpoint in {directory.path} is of another version of gxd: delete that directory, and the run "
                 "starts anew"
             ) from error
@@ -166,7 +167,7 @@ def out_of_memory_in_words() -> Iterator[None]:
         known = ("DefaultCPUAllocator", "out of memory", "Storage size calculation overflowed")
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in known):
             raise
-        raise UserError(
+        raise Elsewhere(
             f"there is not enough memory ({first_line(error)}): choose a smaller network or a smaller batch_size, or "
             "run fewer at a time"
         ) from error
@@ -183,9 +184,9 @@ def _nothing(_: Any) -> None:
 @contextmanager
 def _surroundings(config: Experiment) -> Iterator[None]:
     """Threads, denormals, determinism and warnings for the time of a run."""
-    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    cudnn = torch.backends.cudnn
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
-    with warnings.catch_warnings():
+    with torch_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore", gxd.NonFiniteWarning)  # counted in the metrics, line by line
         try:
             # Dying networks are full of denormal numbers, which a CPU computes with many times slower. They are of the
@@ -197,7 +198,6 @@ def _surroundings(config: Experiment) -> Iterator[None]:
             yield
         finally:
             torch.set_flush_denormal(False)
-            torch.set_num_threads(threads)
             cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
 
 

@@ -14,25 +14,27 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import gxd
-from gxd.lab.errors import UserError
+from gxd.lab.errors import Elsewhere
 from gxd.lab.experiments import Experiment, experiment
 
+T = TypeVar("T")
 CONFIG, METRICS, STATUS, CHECKPOINT, LOCK = "config.json", "metrics.jsonl", "status.json", "checkpoint.pt", ".lock"
 
 
 class RunDirectory:
     """A run directory, held by this process until :meth:`close`.
 
-    Raises :class:`UserError` if the directory cannot be written to, holds another config, or another process is at it.
+    Raises :class:`Elsewhere` if the directory cannot be written to, holds another config, or another process is at it.
     """
 
     def __init__(self, path: Path, config: Experiment) -> None:
@@ -41,7 +43,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path / LOCK)
         except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(
+            raise Elsewhere(
                 f"cannot write to {path} ({error.strerror}): choose another place with --out, or free this one"
             ) from error
         try:
@@ -58,7 +60,7 @@ class RunDirectory:
         if not (self.path / CONFIG).exists():
             strangers = [name for name in (METRICS, STATUS, CHECKPOINT) if (self.path / name).exists()]
             if strangers:
-                raise UserError(
+                raise Elsewhere(
                     f"{self.path} has a {strangers[0]} but no {CONFIG}: move it away, or choose another --out"
                 )
             record = {
@@ -71,13 +73,13 @@ class RunDirectory:
             return
         theirs = _record(self.path)
         if theirs.get("experiment") != config.name:
-            raise UserError(
+            raise Elsewhere(
                 f"{self.path} holds a run of {theirs.get('experiment')!r}, not {config.name!r}: choose another --out"
             )
         other = theirs["config"]
         for name in dict.fromkeys([*settings, *other]):
             if other.get(name) != settings.get(name):
-                raise UserError(
+                raise Elsewhere(
                     f"{self.path} holds a run with {name}={other.get(name)!r}, not {settings.get(name)!r}: "
                     "choose another --out, or move it away"
                 )
@@ -145,9 +147,9 @@ class RunDirectory:
             except OSError:
                 raise
             except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user
-                raise UserError(f"{file} is damaged: delete {self.path}, and the run starts anew") from error
+                raise Elsewhere(f"{file} is damaged: delete {self.path}, and the run starts anew") from error
             if length > (metrics.stat().st_size if metrics.exists() else 0):
-                raise UserError(f"{metrics} has lost lines: delete {self.path}, and the run starts anew")
+                raise Elsewhere(f"{metrics} has lost lines: delete {self.path}, and the run starts anew")
         else:
             length = 0
         if metrics.exists() and metrics.stat().st_size > length:
@@ -181,9 +183,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     whole = file.read_bytes().rpartition(b"\n")[0]
     try:
-        return objects(whole)
+        return objects(whole, dict)
     except ValueError as error:
-        raise UserError(f"{file} is damaged: delete {path}, and run it again") from error
+        raise Elsewhere(f"{file} is damaged ({error}): delete {path}, and run it again") from error
 
 
 def read_config(path: Path) -> Experiment:
@@ -196,28 +198,40 @@ def _record(path: Path) -> dict[str, Any]:
     """What config.json says."""
     record = read_json(path / CONFIG)
     if not isinstance(record.get("config"), dict) or not isinstance(record.get("resumed", []), list):
-        raise UserError(f"{path / CONFIG} is damaged: delete {path}, and run it again")
+        raise Elsewhere(f"{path / CONFIG} is damaged: delete {path}, and run it again")
     return record
 
 
-def objects(text: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a text that has one in every line. Raises :class:`ValueError` if a line is none."""
-    found = [json.loads(line) for line in text.splitlines()]
-    if not all(isinstance(one, dict) for one in found):
-        raise ValueError("a line is no JSON object")
+def objects(text: bytes, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What ``read`` makes of the JSON objects of a text that has one in every line. Raises :class:`ValueError` with the
+    number of the line if one is none, or cannot be read.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError("no JSON object")
+            found.append(read(value))
+        except json.JSONDecodeError as error:  # which calls it line 1 itself
+            raise ValueError(f"line {number}: no JSON, {error.msg}") from error
+        except KeyError as error:
+            raise ValueError(f"line {number}: it has no {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number}: {error}") from error
     return found
 
 
 def read_json(file: Path, remedy: str = "delete its directory, and run it again") -> dict[str, Any]:
-    """A JSON object. Raises :class:`UserError`, with what to do, if the file is none."""
+    """A JSON object. Raises :class:`Elsewhere`, with what to do, if the file is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{file} does not exist") from error
+        raise Elsewhere(f"{file} does not exist") from error
     except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): {remedy}") from error
+        raise Elsewhere(f"{file} is not JSON ({error}): {remedy}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: {remedy}")
+        raise Elsewhere(f"{file} holds no JSON object: {remedy}")
     return value
 
 
@@ -246,8 +260,8 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 
 def _named(error: OSError, file: Path) -> OSError:
-    """The same error, with the file it is about: writing to an open file does not say."""
-    return error if error.filename else OSError(error.errno, error.strerror, str(file))
+    """The same error, with the file it is about: writing to an open file does not say, and moving one names another."""
+    return OSError(error.errno, error.strerror, str(file))
 
 
 def _finite(value: Any) -> Any:
@@ -255,18 +269,35 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _locked(file: Path) -> int | None:
-    """Hold the lock file, or say who else does. The system lets go of it when the process ends, however it ends."""
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """For changing a file by what it says: of processes that come to such a block of one directory, all but one wait.
+
+    It must not hold the directory already: it would wait for itself.
+    """
+    handle = _locked(directory / LOCK, wait=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(file: Path, wait: bool = False) -> int | None:
+    """Hold the lock file; if another process does, wait for it, or say so.
+
+    The system lets go of it when the process ends, however it ends.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows; there nothing guards against two processes
         return None
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         os.close(handle)
-        raise UserError(f"another process is at {file.parent}: wait for it, or choose another --out") from error
+        raise Elsewhere(f"another process is at {file.parent}: wait for it, or choose another --out") from error
     except OSError:  # a file system without locks
         os.close(handle)
         return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gxd
 from gxd.lab import metrics
+from gxd.lab.conduct import EXAMPLES, MAY_NOT, Conduct
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
 from gxd.lab.steps import Step, make_step
@@ -41,6 +42,7 @@ class Training:
             self.model = model.to(device)
             self.optimizer = _optimizer(config, self.model)
             self.plan = config.units(self.model, torch.zeros(2, *stream.input_shape, device=device))
+            self.conduct = Conduct(self.model, self.optimizer, method)
             self.attached: gxd.Attachment | None = None
             if method is not None:
                 self.attached = gxd.attach(
@@ -82,6 +84,8 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.attached is not None:
             self.attached.load_state_dict(state["attached"])
+            # The settings of an optimizer may have other names where another version of torch began the run.
+            self.conduct = Conduct(self.model, self.optimizer, self.config.plasticity())
 
     def new_task(self, task: Task) -> None:
         """What happens before a task: the protocol's part, and the method's if another task has come before."""
@@ -90,13 +94,24 @@ class Training:
             self.attached.boundary(data=_Epoch(task), loss=self.config.loss)
 
     def learn(self, task: Task) -> dict[str, float] | None:
-        """Train on one task. Returns the metrics of its steps, or None if the run has diverged."""
+        """Train on one task. Returns the metrics of its steps, or None if the run has diverged.
+
+        Raises :class:`UserError` if the method has changed what it may not.
+        """
         if self.step is None:
             self.step = make_step(self.config, self.model, self.optimizer, self.attached)
         online = _Online(task.train_labels.device, self.config.classifies)
         self.model.train()
-        for x, y in self.config.batches(task):
-            online.add(*self.step(x, y), y)
+        examples_changed = False
+        try:
+            for x, y in self.config.batches(task):
+                versions = x._version, y._version
+                online.add(*self.step(x, y), y)
+                examples_changed |= versions != (x._version, y._version)
+        except Exception:
+            self._check_conduct(task, examples_changed)  # which may be why
+            raise
+        self._check_conduct(task, examples_changed)
         total, hits = online.sums()
         with torch.no_grad():
             finite = torch.stack([p.isfinite().all() for p in self.model.parameters()]).all() & total.isfinite()
@@ -104,6 +119,11 @@ class Training:
             return None
         accuracy = {"online_accuracy": hits.item() / online.examples} if self.config.classifies else {}
         return {**accuracy, "loss": total.item() / online.steps}
+
+    def _check_conduct(self, task: Task, examples_changed: bool) -> None:
+        wrong = MAY_NOT.format(EXAMPLES) if examples_changed else self.conduct.broken()
+        if wrong:
+            raise UserError(f"{wrong}: seen in task {task.number}")
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Within this, the model has the weights that the method wants evaluated."""

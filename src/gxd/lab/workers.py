@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gxd.lab.errors import UserError
+from gxd.lab.errors import Elsewhere, UserError
 from gxd.lab.experiments import Experiment
 from gxd.lab.progress import Board, Progress
 from gxd.lab.store import STATUS, read_json
@@ -53,7 +53,7 @@ class Job:
 class Failure:
     """Why a run could not be done: one line, the trace if it may be a bug, the number of a system's error.
 
-    ``elsewhere``: it says nothing about the run; another process is at its directory, say, or a file is damaged.
+    ``elsewhere``: it says nothing about the run, see :class:`gxd.lab.errors.Elsewhere`.
     """
 
     reason: str
@@ -233,7 +233,7 @@ def prepare(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         raise UserError(f"cannot write to {root} ({error.strerror}): choose another place with --out") from error
 
 
@@ -318,13 +318,11 @@ def train_one(config: Experiment, root: Path, report: Any = None, files: Sequenc
             methods.load(file)
         run.train(replace(config, threads=1), root, report=report)
     except UserError as error:
-        return Failure(str(error), elsewhere=True)
-    except BrokenPipeError:  # nobody listens any more
-        raise
+        return Failure(str(error), elsewhere=isinstance(error, Elsewhere))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return Failure(f"{error.strerror or error}{where}", errno=error.errno)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a method that calls sys.exit would do so each time it is tried again
         first = str(error).partition("\n")[0]
         return Failure(f"{type(error).__name__}: {first}", traceback.format_exc())
     finally:
@@ -336,14 +334,24 @@ def train_one(config: Experiment, root: Path, report: Any = None, files: Sequenc
     return None
 
 
+class _NobodyListens(BaseException):
+    """The parent has gone. A run that is under way ends with it: to a run all else that is raised is its failure."""
+
+
 def _serve(pipe: Connection, root: Path, files: Sequence[Path]) -> None:
     """Train what comes through the pipe until it is closed."""
     follow_parent()
+
+    def say(said: Any) -> None:
+        try:
+            pipe.send(said)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _NobodyListens from error
+
     while True:
         try:
-            config = pipe.recv()
-            pipe.send(train_one(config, root, pipe.send, files))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+            say(train_one(pipe.recv(), root, say, files))
+        except (EOFError, ConnectionResetError, _NobodyListens):
             return
 
 

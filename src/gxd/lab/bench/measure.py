@@ -216,7 +216,7 @@ def _guarded(timing: Timing, function: Callable[[], T]) -> T | None:
         return function()
     except UserError as reason:
         timing.note = f"skipped: {reason}"
-    except Exception as error:  # one variant's failure must not cost the others their numbers
+    except (Exception, SystemExit) as error:  # one variant's failure must not cost the others their numbers
         text = str(error).strip().splitlines()
         timing.note = f"failed: {type(error).__name__}: {text[0] if text else ''}"
     return None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gxd.lab.data import cifar, idx
-from gxd.lab.errors import UserError
+from gxd.lab.errors import Elsewhere
 
 DEFAULT_DIRECTORY = "~/.cache/gxd/data"
 
@@ -81,9 +81,9 @@ def mnist(data_dir: str | Path | None = None) -> Dataset:
             path = _first([plain, plain.with_name(plain.name + ".gz")], "MNIST", root, remedy)
             array = idx.read(path, remedy)
             if array.shape != (examples, *axes):
-                raise UserError(f"{path} has shape {tuple(array.shape)}, not {(examples, *axes)}{remedy}")
+                raise Elsewhere(f"{path} has shape {tuple(array.shape)}, not {(examples, *axes)}{remedy}")
             if not axes and int(array.max()) > 9:
-                raise UserError(
+                raise Elsewhere(
                     f"{path} has a label {int(array.max())}, but the classes are 0 to 9: it is damaged{remedy}"
                 )
             arrays[part, kind[:6]] = array.flatten(1) if axes else array.long()
@@ -104,10 +104,10 @@ def cifar100(data_dir: str | Path | None = None) -> Dataset:
     for part, examples in (("train", 50_000), ("test", 10_000)):
         path = root / "cifar-100-binary" / f"{part}.bin"
         if not path.is_file() and (root / "cifar-100-python").is_dir():
-            raise UserError(f"{root} has cifar-100-python, a pickle, which is not read, but no {path.name}{remedy}")
+            raise Elsewhere(f"{root} has cifar-100-python, a pickle, which is not read, but no {path.name}{remedy}")
         images, labels = cifar.read(_first([path], "CIFAR-100", root, remedy), remedy)
         if len(images) != examples:
-            raise UserError(f"{path} has {len(images)} images, not {examples}{remedy}")
+            raise Elsewhere(f"{path} has {len(images)} images, not {examples}{remedy}")
         parts.append((images, labels))
     return Dataset(*parts[0], *parts[1], classes=100, full=255)
 
@@ -123,7 +123,7 @@ def _first(candidates: list[Path], name: str, root: Path, remedy: str) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise UserError(f"{name} is not in {root} (no file {candidates[0].relative_to(root)}){remedy}")
+    raise Elsewhere(f"{name} is not in {root} (no file {candidates[0].relative_to(root)}){remedy}")
 
 
 def _remedy(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gxd.lab.errors import UserError
+from gxd.lab.errors import Elsewhere
 
 UNSIGNED_BYTE = 0x08  # the only element type that MNIST uses
 
@@ -22,15 +22,15 @@ def read(path: Path, remedy: str = "") -> Tensor:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = file.read()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is not a complete gzip file{remedy}") from error
+        raise Elsewhere(f"{path} is not a complete gzip file{remedy}") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UNSIGNED_BYTE:
-        raise UserError(f"{path} is not an IDX file of bytes{remedy}")
+        raise Elsewhere(f"{path} is not an IDX file of bytes{remedy}")
     axes, start = content[3], 4 + 4 * content[3]
     if len(content) < start:
-        raise UserError(f"{path} ends within its header{remedy}")
+        raise Elsewhere(f"{path} ends within its header{remedy}")
     shape = struct.unpack(f">{axes}I", content[4:start])
     if len(content) != start + math.prod(shape):
-        raise UserError(
+        raise Elsewhere(
             f"{path} has {len(content)} bytes, but its header promises {start + math.prod(shape)}: it is truncated or "
             f"damaged{remedy}"
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gxd.lab.leaderboard.plan import Place, score
 from gxd.lab.leaderboard.protocol import Track
-from gxd.lab.leaderboard.records import Record, Records
+from gxd.lab.leaderboard.records import Record, Records, timing_name
 from gxd.lab.leaderboard.timing import Times
 from gxd.lab.report.numbers import Interval, paired
 
@@ -131,9 +131,13 @@ class Board:
 
 
 def make_board(
-    places: Sequence[Place], records: Records, times: Times, objections: Mapping[str, Mapping[str, str]]
+    places: Sequence[Place],
+    records: Records,
+    times: Times,
+    objections: Mapping[str, Mapping[str, str]],
+    failures: Mapping[str, str],
 ) -> Board:
-    """The board of these places, from what is known of their runs."""
+    """The board of these places, from what is known of their runs, and of their timings where these failed."""
     tracks = tuple(dict.fromkeys(place.track for place in places))
     rows: list[Row] = []
     complete: dict[str, tuple[Scores, ...]] = {}
@@ -145,7 +149,15 @@ def make_board(
         complete[track.name] = whole
         known = {scores.row.method: scores.row for scores in whole}
         rows += [known.get(row.method, row) for row, _ in found]
-    return Board(tracks, tuple(rows), complete, _standings(tracks, complete))
+    return Board(tracks, tuple(_untimed(row, failures) for row in rows), complete, _standings(tracks, complete))
+
+
+def _untimed(row: Row, failures: Mapping[str, str]) -> Row:
+    """With a note why it has no time, if it has all else."""
+    why = failures.get(timing_name(row.stream, row.method))
+    if row.rank is None or why is None:
+        return row
+    return replace(row, note="; ".join(filter(None, (row.note, f"not timed: {why}"))))
 
 
 def _row(place: Place, records: Records, why: str, times: Mapping[str, float]) -> tuple[Row, Scores | None]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import tyro
 
@@ -17,14 +16,12 @@ from gxd.lab.config import check_name
 from gxd.lab.errors import UserError
 from gxd.lab.leaderboard import output, own, work
 from gxd.lab.leaderboard.board import Board, make_board
-from gxd.lab.leaderboard.entries import Entry, entries
+from gxd.lab.leaderboard.entries import DEFAULTS, Entry, entries
 from gxd.lab.leaderboard.plan import Place
 from gxd.lab.leaderboard.protocol import PROTOCOL, Protocol
-from gxd.lab.leaderboard.records import Records, read_digest, write_digest
-from gxd.lab.leaderboard.timing import read_times, write_times
-from gxd.lab.store import write_json
+from gxd.lab.leaderboard.records import Records, change_by_stream, joined, read_digest, read_failures, write_digest
+from gxd.lab.leaderboard.timing import TIMES, read_times
 
-V = TypeVar("V")
 COMMITTED = Path("results/leaderboard")
 SHIPPED = Path(__file__).parent / "board"  # where the build puts a copy of it
 USAGE = """usage: gxd leaderboard run | show | add ...
@@ -111,28 +108,41 @@ def _run(options: RunOptions, protocol: Protocol) -> int:
         check_name(name, known, "entry")
     rows = [entry for name, entry in known.items() if not options.entries or name in options.entries]
     chosen = _places(protocol, rows, options.streams)
+    out = options.out.absolute()  # a method of the user's may go to another directory
     if options.estimate:
-        work.check_protocol(options.out, protocol)
-        print(work.estimate(chosen, options.out))
+        work.check_protocol(out, protocol)
+        print(work.estimate(chosen, out))
         return 0
-    theirs = own.read(options.out)
-    wrong = work.do(chosen, options.out, _means(options.workers, options.ray))
-    publish(options.out, protocol, theirs)
-    return _conclude(wrong, options.out)
+    theirs = own.read(out)
+    wrong = work.do(chosen, out, _means(options.workers, options.ray))
+    publish(out, protocol, theirs)
+    return _conclude(wrong, out)
 
 
 def _show(options: ShowOptions, protocol: Protocol) -> int:
     directory = _found(options.directory, protocol)
+    board, records = _read(directory, protocol, own.read(directory))
     if directory == SHIPPED:  # an installed package is not written to
-        print(output.markdown(_read(directory, protocol)[0], protocol))
+        print(output.markdown(board, protocol))
         return 0
-    print(output.markdown(publish(directory, protocol, own.read(directory)), protocol))
-    print(f"{directory / output.PAGE} is the page")
+    unwritten = None
+    try:
+        _write(board, records, directory, protocol)
+    except OSError as error:  # who may only read a board can still see it
+        unwritten = error
+    print(output.markdown(board, protocol))
+    if unwritten is None:
+        print(f"{directory / output.PAGE} is the page")
+    else:
+        why = f"{unwritten.filename} cannot be written ({unwritten.strerror})"
+        print(f"gxd: {why}: only what is printed here is up to date", file=sys.stderr)
     return 0
 
 
 def _found(named: Path | None, protocol: Protocol) -> Path:
-    """The board that was named, else that of the checkout that we are in, else the one that came with gxd."""
+    """The board that was named, else that of the checkout that we are in, else the one that came with gxd; absolute,
+    for a method of the user's may go to another directory.
+    """
     directory = named or next((place for place in (COMMITTED, SHIPPED) if place.is_dir()), None)
     if directory is None:
         raise UserError(
@@ -141,7 +151,7 @@ def _found(named: Path | None, protocol: Protocol) -> Path:
         )
     if not directory.is_dir() or not work.check_protocol(directory, protocol):
         raise UserError(f"{directory} is no leaderboard: make one with gxd leaderboard run --out DIR")
-    return directory
+    return directory.absolute()
 
 
 def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Path | None = None) -> Board:
@@ -154,11 +164,15 @@ def publish(out: Path, protocol: Protocol, extra: Sequence[Entry] = (), base: Pa
     if base is not None:
         _take_over(base, out, extra)
     board, records = _read(out, protocol, extra)
+    _write(board, records, out, protocol)
+    return board
+
+
+def _write(board: Board, records: Records, out: Path, protocol: Protocol) -> None:
     known = read_digest(out)
     # What is not understood here, such as runs of a method that is not loaded, is not ours to throw away.
     write_digest(out, [*records.values(), *(known[name] for name in known if name not in records)])
     output.write(board, protocol, out)
-    return board
 
 
 def _read(out: Path, protocol: Protocol, extra: Sequence[Entry] = ()) -> tuple[Board, Records]:
@@ -167,7 +181,7 @@ def _read(out: Path, protocol: Protocol, extra: Sequence[Entry] = ()) -> tuple[B
     every = work.places(protocol, rows.values())
     # A copy without the runs has the digest alone; of a run that is in both, its directory counts.
     records = work.collect(every, out, read_digest(out))
-    board = make_board(every, records, read_times(out), work.read_objections(out))
+    board = make_board(every, records, read_times(out), work.read_objections(out), read_failures(out))
     return replace(board, own=tuple(entry.name for entry in extra)), records
 
 
@@ -176,40 +190,39 @@ def _take_over(base: Path, out: Path, extra: Sequence[Entry]) -> None:
     ours = {entry.name for entry in extra}  # of which the other board may have runs of another version
     theirs = {name: r for name, r in read_digest(base).items() if r.method in entries() and r.method not in ours}
     write_digest(out, {**theirs, **read_digest(out)}.values())
-    write_times(out, _joined(read_times(base), read_times(out)))
-    write_json(out / work.OBJECTIONS, _joined(work.read_objections(base), work.read_objections(out)))
-
-
-def _joined(one: dict[str, dict[str, V]], other: dict[str, dict[str, V]]) -> dict[str, dict[str, V]]:
-    return {name: {**one.get(name, {}), **other.get(name, {})} for name in {**one, **other}}
+    change_by_stream(out / TIMES, float, lambda known: joined(read_times(base), known))
+    change_by_stream(out / work.OBJECTIONS, str, lambda known: joined(work.read_objections(base), known))
 
 
 def _add(options: AddOptions, protocol: Protocol) -> int:
-    base = _found(options.board, protocol)
+    base, out, file = _found(options.board, protocol), options.out.absolute(), options.file.absolute()
     before, taken = dict(gxd.methods()), {*entries(), *gxd.methods(), *gxd.utilities()}
-    module = methods.load(options.file)
+    module = methods.load(file)
     new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
     replaced = [name for name in new if name in taken]
     if replaced:
-        raise UserError(f"{options.file} registers {replaced[0]!r}, which is there already: give it a name of its own")
+        raise UserError(f"{file} registers {replaced[0]!r}, which is there already: give it a name of its own")
     if not new:
-        raise UserError(f"{options.file} registers no method: decorate its function with gxd.register_method")
-    grid = own.grid(options.file, options.grid, module)
+        raise UserError(f"{file} registers no method: decorate its function with gxd.register_method")
+    grid = own.grid(file, options.grid, module)
     added = [entries({name: grid})[name] for name in new]
     chosen = _places(protocol, added, options.streams)
+    shared = ""
+    if len(new) > 1 and grid is not DEFAULTS:
+        shared = f"; these settings are tried of {' and '.join(new)}, which {file} registers: give each its own file"
     for place in chosen:
         if place.refusal and place.track.kind.boundaries:
-            raise UserError(place.refusal)  # of its grid, which is wrong on all streams
-    means = _means(options.workers, options.ray, (options.file.absolute(),))
-    others = own.read(options.out, but=new)
-    work.claim(options.out, protocol)
-    own.claim(options.out, options.file, options.grid, new)
-    wrong = work.do(chosen, options.out, means)
-    board = publish(options.out, protocol, [*others, *added], base)
+            raise UserError(place.refusal + shared)  # of its grid, which is wrong on all streams
+    means = _means(options.workers, options.ray, (file,))
+    others = own.read(out, but=new)
+    work.claim(out, protocol)
+    own.claim(out, file, options.grid, new)
+    wrong = work.do(chosen, out, means)
+    board = publish(out, protocol, [*others, *added], base)
     for place in chosen:
         print(output.placed(board, place.track, place.entry.name))
     placed = any(row.rank is not None for row in board.rows if row.method in new)
-    return max(_conclude(wrong, options.out), 0 if placed else 1)
+    return max(_conclude(wrong, out), 0 if placed else 1)
 
 
 def _places(protocol: Protocol, rows: Sequence[Entry], streams: Sequence[str]) -> list[Place]:

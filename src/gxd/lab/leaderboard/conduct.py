@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gxd.lab.conduct import EXAMPLES, MAY_NOT, torch_as_it_was
 from gxd.lab.errors import UserError, first_line
 from gxd.lab.leaderboard.plan import Place
 from gxd.lab.steps import make_step
@@ -20,8 +21,8 @@ STEPS = 8  # on each side of a boundary
 def objection(place: Place, stream: Stream) -> str:
     """Why an entry cannot be on a stream; empty if nothing speaks against it.
 
-    Each of its own settings trains for a few steps, and through a boundary. A method may write to the parameters that
-    are trained, to what the optimizer remembers of them, and to what its ``also_changes`` names.
+    Each of its own settings trains for a few steps, and through a boundary. What a method may not change, see
+    :class:`gxd.lab.conduct.Conduct`, is looked at after every step: what comes of it would not say who did it.
     """
     if place.refusal:
         return place.refusal
@@ -29,7 +30,7 @@ def objection(place: Place, stream: Stream) -> str:
         if values["lr"] != place.track.rates[0]:
             continue
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch_as_it_was():
                 torch.seed()  # a state that no method could have left behind
                 _try(replace(place.track.config(values, place.protocol.tuning_seeds[0]), compile="no"), stream)
         except UserError as error:
@@ -44,7 +45,6 @@ def _try(config: Any, stream: Stream) -> None:
     if training.attached is None:
         return
     training.model.train()
-    before = _fixed(training)
     step = make_step(training.config, training.model, training.optimizer, training.attached)
     for number in range(2):
         task = stream.task(number)
@@ -53,27 +53,7 @@ def _try(config: Any, stream: Stream) -> None:
             kept = x.clone(), y.clone()
             step(x, y)
             if not torch.equal(x, kept[0]) or not torch.equal(y, kept[1]):
-                raise UserError("it changes the examples that are learned, which a method may not")
-    after = _fixed(training)
-    for what, value in before.items():
-        if value != after[what]:
-            raise UserError(f"it changes {what}, which a method may not")
-
-
-def _fixed(training: Training) -> dict[str, Any]:
-    """All that must stay as it is, in words -> what can be compared."""
-    model = training.model
-    groups = training.optimizer.param_groups
-    fixed: dict[str, Any] = {
-        "which tensors are the parameters": [(n, id(p), p.shape, p.dtype) for n, p in model.named_parameters()],
-        "which parameters are trained": [[id(p) for p in group["params"]] for group in groups],
-        "the learning rate or another setting of the optimizer": [
-            {name: value for name, value in group.items() if name != "params"} for group in groups
-        ],
-        "the training mode of the model": [module.training for module in model.modules()],
-        "torch's global random state": torch.get_rng_state().tolist(),
-    }
-    assert training.attached is not None
-    if not any("requires_grad" in method.also_changes for method in training.attached.methods):
-        fixed["requires_grad of parameters"] = [p.requires_grad for p in model.parameters()]
-    return fixed
+                raise UserError(MAY_NOT.format(EXAMPLES))
+            wrong = training.conduct.broken()
+            if wrong:
+                raise UserError(wrong)

@@ -47,9 +47,10 @@ def _csv(columns: Sequence[str], lines: Iterable[Mapping[str, Any]]) -> str:
 def lead(board: Board, protocol: Protocol) -> str:
     """What this is, and what is missing, in a few sentences."""
     methods = len({row.method for row in board.rows})
+    chosen_on = "seed" if len(protocol.tuning_seeds) == 1 else "seeds"
     text = (
         f"{methods} methods and controls on {len(board.tracks)} streams, protocol {protocol.version} "
-        f"({protocol.fingerprint()}): the best of {protocol.trials} settings on seeds "
+        f"({protocol.fingerprint()}): the best of {protocol.trials} settings on {chosen_on} "
         f"{', '.join(map(str, protocol.tuning_seeds))}, reported on {len(protocol.seeds)} other seeds."
     )
     missing = board.missing()

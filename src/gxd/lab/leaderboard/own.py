@@ -11,7 +11,7 @@ import gxd
 from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.leaderboard.entries import DEFAULTS, Entry, Setting, entries
-from gxd.lab.store import read_json, write_json
+from gxd.lab.store import held, read_json, write_json
 
 OWN = "own.json"
 Theirs = dict[str, dict[str, object]]  # by name; of what was added before files were written down, the version alone
@@ -22,15 +22,17 @@ def claim(out: Path, file: Path, texts: Sequence[str], names: Sequence[str]) -> 
 
     Runs are found by their settings, which do not tell one version of a user's code from the next: the file does.
     """
-    theirs, version = _theirs(out), _version(file)
-    for name in names:
-        if theirs.get(name, {}).get("version", version) != version:
-            raise UserError(
-                f"{out} has runs of {name} from before {file} was changed: choose another --out, or delete that "
-                "directory"
-            )
+    version = _version(file)
     about = {"version": version, "file": str(file.absolute()), "grid": list(texts)}
-    write_json(out / OWN, {**theirs, **dict.fromkeys(names, about)})
+    with held(out):  # another process may be adding its own
+        theirs = _theirs(out)
+        for name in names:
+            if theirs.get(name, {}).get("version", version) != version:
+                raise UserError(
+                    f"{out} has runs of {name} from before {file} was changed: choose another --out, or delete that "
+                    "directory"
+                )
+        write_json(out / OWN, {**theirs, **dict.fromkeys(names, about)})
 
 
 def read(out: Path, but: Collection[str] = ()) -> list[Entry]:
@@ -45,7 +47,7 @@ def read(out: Path, but: Collection[str] = ()) -> list[Entry]:
         file = _unchanged(out, name, about)
         module = methods.load(file)
         if name not in gxd.methods():
-            raise _refusal(out, name, f"{file} does not register it; another file of that name may be imported")
+            raise _refusal(out, name, f"{file} does not register it")
         found.append(entries({name: grid(file, about["grid"], module)})[name])
     return found
 

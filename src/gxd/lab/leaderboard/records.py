@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,10 +15,12 @@ from gxd.lab.experiments import Experiment
 from gxd.lab.leaderboard.protocol import Track
 from gxd.lab.report.numbers import weighted
 from gxd.lab.selection import LAST
-from gxd.lab.store import objects, read_json, read_metrics, write_bytes, write_json
+from gxd.lab.store import held, objects, read_json, read_metrics, write_bytes, write_json
 from gxd.lab.workers import SETTLED, status_of
 
 V = TypeVar("V")
+ByStream = dict[str, dict[str, V]]
+"""Stream -> entry -> something."""
 TUNING, REPORT = "tuning", "report"
 FAILURES, DIGEST = "failures.json", "digest.jsonl"
 FORGET = "delete this file alone, and what it says is found out again by gxd leaderboard run"
@@ -112,13 +114,18 @@ def failure_name(record: Record) -> str:
     return "/".join(map(str, record.name))
 
 
+def timing_name(stream: str, entry: str) -> str:
+    """The name there of the timing of an entry."""
+    return f"timing/{stream}/{entry}"
+
+
 def read_failures(out: Path) -> dict[str, str]:
     """Why runs have failed, by name."""
     file = out / FAILURES
     return {k: str(v) for k, v in read_json(file, FORGET).items()} if file.exists() else {}
 
 
-def read_by_stream(file: Path, kind: type[V]) -> dict[str, dict[str, V]]:
+def read_by_stream(file: Path, kind: type[V]) -> ByStream[V]:
     """Stream -> method -> what a file says of it; nothing if there is no such file."""
     found = read_json(file, FORGET) if file.exists() else {}
     for name, values in found.items():
@@ -127,9 +134,22 @@ def read_by_stream(file: Path, kind: type[V]) -> dict[str, dict[str, V]]:
     return found
 
 
-def write_failures(out: Path, failures: Mapping[str, str]) -> None:
-    """Replace failures.json."""
-    write_json(out / FAILURES, failures)
+def change_failures(out: Path, now: Mapping[str, str | None]) -> None:
+    """Say in failures.json why these have failed, or, with None, that they have not; what it says of others stays."""
+    with held(out):  # another process may have written to it since we read it last
+        known = {**read_failures(out), **now}
+        write_json(out / FAILURES, {name: why for name, why in known.items() if why is not None})
+
+
+def change_by_stream(file: Path, kind: type[V], change: Callable[[ByStream[V]], ByStream[V]]) -> None:
+    """Replace what a file says by what is made of it, and of what other processes have written to it meanwhile."""
+    with held(file.parent):
+        write_json(file, change(read_by_stream(file, kind)))
+
+
+def joined(one: ByStream[V], other: ByStream[V]) -> ByStream[V]:
+    """What either says; of what both know, the other counts."""
+    return {name: {**one.get(name, {}), **other.get(name, {})} for name in {**one, **other}}
 
 
 def write_digest(out: Path, records: Iterable[Record]) -> None:
@@ -145,9 +165,9 @@ def read_digest(out: Path) -> Records:
     """What :func:`write_digest` wrote; nothing if there is no such file."""
     file = out / DIGEST
     try:
-        found = [_record(line) for line in objects(file.read_bytes())] if file.exists() else []
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error}): restore it, or delete it and run the board again") from error
+        found = objects(file.read_bytes(), _record) if file.exists() else []
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}): delete that line, and its run is made again") from error
     records: Records = {}
     for record in found:
         if record.name in records:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -12,33 +12,33 @@ from pathlib import Path
 import torch
 
 from gxd.lab.bench.measure import Step, compare, measure
+from gxd.lab.conduct import torch_as_it_was
 from gxd.lab.leaderboard.plan import Place
-from gxd.lab.leaderboard.records import read_by_stream
+from gxd.lab.leaderboard.records import ByStream, read_by_stream
 from gxd.lab.steps import eager_step, prediction
-from gxd.lab.store import write_json
 from gxd.lab.streams import Stream
 from gxd.lab.training import Training
 
 TIMES = "times.json"
 BATCHES = 8
-Times = dict[str, dict[str, float]]
+Times = ByStream[float]
 """Stream -> method -> the time of a step relative to backprop."""
 
 
-def time_ratios(places: Sequence[Place], stream: Stream, *, steps: int = 10, rounds: int = 40) -> dict[str, float]:
-    """Entry -> the time of its step relative to that of the first of them, which is backprop.
+def time_ratios(
+    places: Sequence[Place], stream: Stream, *, steps: int = 10, rounds: int = 40
+) -> dict[str, float | str]:
+    """Entry -> the time of its step relative to that of the first of them, which is backprop; or why there is none.
 
     The network and the batches are those of the stream, and the steps are eager for all, for not every method can be
     compiled. Events at boundaries are not in it.
     """
     variants = {place.entry.name: partial(_make, place, stream) for place in places}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_as_it_was():
+        torch.set_num_threads(1)
         rows = compare("leaderboard", "", measure(variants, steps=steps, rounds=rounds, warmup=5))
-    finally:
-        torch.set_num_threads(threads)
-    return {row.variant: round(row.ratio, 3) for row in rows if row.ratio is not None}
+    failed = {row.variant: row.note.removeprefix("failed: ") for row in rows}
+    return {row.variant: failed[row.variant] if row.ratio is None else round(row.ratio, 3) for row in rows}
 
 
 def _make(place: Place, stream: Stream) -> Step:
@@ -54,8 +54,3 @@ def _make(place: Place, stream: Stream) -> Step:
 def read_times(out: Path) -> Times:
     """What was measured."""
     return read_by_stream(out / TIMES, float)
-
-
-def write_times(out: Path, times: Mapping[str, Mapping[str, float]]) -> None:
-    """Replace times.json."""
-    write_json(out / TIMES, times)

@@ -17,15 +17,19 @@ from gxd.lab.leaderboard.protocol import Protocol, Track
 from gxd.lab.leaderboard.records import (
     REPORT,
     TUNING,
+    ByStream,
     Record,
     Records,
+    change_by_stream,
+    change_failures,
     failure_name,
+    joined,
     read_by_stream,
     read_digest,
     read_failures,
-    write_failures,
+    timing_name,
 )
-from gxd.lab.leaderboard.timing import read_times, time_ratios, write_times
+from gxd.lab.leaderboard.timing import TIMES, read_times, time_ratios
 from gxd.lab.progress import Board
 from gxd.lab.run import make_stream
 from gxd.lab.selection import table
@@ -61,7 +65,9 @@ def claim(out: Path, protocol: Protocol) -> None:
 
 
 def check_protocol(out: Path, protocol: Protocol) -> bool:
-    """Whether a directory is of this protocol; False if it is of none. Raises :class:`UserError` if of another."""
+    """Whether a directory is of this protocol; False if it is of none. Raises :class:`UserError` if of another, or if a
+    file that the board is made of is damaged: after hours of runs is late to hear of it.
+    """
     file = out / PROTOCOL_FILE
     if not file.exists():
         if out.is_dir() and any(out.iterdir()):
@@ -76,6 +82,8 @@ def check_protocol(out: Path, protocol: Protocol) -> bool:
             f"version {protocol.version}, {protocol.fingerprint()}), and numbers of two protocols are not compared: "
             "choose another directory"
         )
+    for read in (read_digest, read_times, read_objections, read_failures):
+        read(out)
     return True
 
 
@@ -101,10 +109,8 @@ def do(chosen: Sequence[Place], out: Path, means: Means) -> list[str]:
 
 
 def _do_track(track: Track, here: list[Place], stream: Stream, out: Path, means: Means) -> list[str]:
-    objections = read_objections(out)
     found = {place.entry.name: objection(place, stream) for place in here}
-    objections[track.name] = {**objections.get(track.name, {}), **found}
-    write_json(out / OBJECTIONS, objections)
+    change_by_stream(out / OBJECTIONS, str, lambda known: joined(known, {track.name: found}))
     able = [place for place in here if not found[place.entry.name]]
     print(f"{track.name}: {len(able)} entries", flush=True)
     for name, why in found.items():
@@ -133,15 +139,15 @@ def _stage(stage: str, runs: list[Run], out: Path, means: Means, known: Records)
         return []
     jobs = [workers.Job(_label(run), run.config) for run in missing.values()]
     outcomes = means.train(jobs, root)
-    failures = read_failures(out)
+    failures: dict[str, str | None] = {}
     wrong = []
     for run, outcome in zip(missing.values(), outcomes, strict=True):
-        failures.pop(failure_name(run.draft), None)
+        failures[failure_name(run.draft)] = None
         if outcome.failure is not None:
             if not outcome.failure.elsewhere:  # else it is still missing
                 failures[failure_name(run.draft)] = outcome.failure.reason
             wrong.append(f"{outcome.job.name} failed: {outcome.failure.reason}")
-    write_failures(out, failures)
+    change_failures(out, failures)
     return wrong
 
 
@@ -158,17 +164,19 @@ def _label(run: Run) -> str:
 
 def _time(track: Track, able: list[Place], stream: Stream, out: Path) -> None:
     """Measure the entries that were not yet, beside backprop."""
-    times = read_times(out)
-    known = times.setdefault(track.name, {})
+    known = read_times(out).get(track.name, {})
     new = [place for place in able if place.entry.name not in known and place.entry.name != BASE]
     if new or BASE not in known:
         base = Place(able[0].protocol, track, entries()[BASE])
-        known |= time_ratios([base, *new], stream)
-        write_times(out, times)
+        found = time_ratios([base, *new], stream)
+        times = {name: time for name, time in found.items() if isinstance(time, float)}
+        change_by_stream(out / TIMES, float, lambda known: joined(known, {track.name: times}))
+        whys = {name: why if isinstance(why, str) else None for name, why in found.items()}
+        change_failures(out, {timing_name(track.name, name): why for name, why in whys.items()})
 
 
-def read_objections(out: Path) -> dict[str, dict[str, str]]:
-    """Stream -> method -> why it is not there."""
+def read_objections(out: Path) -> ByStream[str]:
+    """Why an entry is not there; empty if nothing speaks against it."""
     return read_by_stream(out / OBJECTIONS, str)
 
 

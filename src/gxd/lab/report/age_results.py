@@ -149,14 +149,21 @@ def _plain(value: float) -> float | None:
 
 def _read(file: Path) -> Iterable[tuple[Setting, int, Result]]:
     try:
-        for line in objects(file.read_bytes()):
-            line.setdefault("reach", None)  # runs from before it was recorded
-            values: list[Any] = [math.nan if line[name] is None else line[name] for name in Result._fields]
-            tuples = {"stream": Stream(*line["stream"]), "panel": tuple(line["panel"])}
-            setting = Setting(**{name: tuples.get(name, line[name]) for name in Setting._fields})
-            yield setting, int(line["seed"]), Result(*values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is damaged ({error}): restore it, or name the directory of the runs") from error
+        return objects(file.read_bytes(), _line)
+    except ValueError as error:
+        raise UserError(
+            f"{file} is damaged ({error}): restore it; or delete that line, and the run is missing, unless its "
+            "directory is named, too"
+        ) from error
+
+
+def _line(line: dict[str, Any]) -> tuple[Setting, int, Result]:
+    """A run, as :func:`write_digest` has it."""
+    line.setdefault("reach", None)  # runs from before it was recorded
+    values: list[Any] = [math.nan if line[name] is None else line[name] for name in Result._fields]
+    tuples = {"stream": Stream(*line["stream"]), "panel": tuple(line["panel"])}
+    setting = Setting(**{name: tuples.get(name, line[name]) for name in Setting._fields})
+    return setting, int(line["seed"]), Result(*values)
 
 
 def results(runs: Iterable[Run]) -> dict[Setting, dict[int, Result]]:
