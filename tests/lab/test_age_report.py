@@ -273,7 +273,7 @@ def test_accuracy_is_drawn_by_the_share_of_units_that_resets_reach_a_mark_for_ev
     drawn = sorted((line.get_marker(), *(round(float(v), 9) for v in line.get_xydata()[0])) for line in points)
     assert drawn == [("D", 0.75, 85.0), ("o", 0.25, 65.0), ("o", 1.0, 75.0)]
     assert [line.get_ydata()[0] for line in above.lines if len(line.get_xdata()) == 2] == pytest.approx([51.0])
-    assert [label.get_text() for label in below.get_yticklabels()] == ["GXD"]  # of random nothing is compared
+    assert [label.get_text() for label in below.get_yticklabels()] == ["GXD", "Random"]  # the key to the colours
 
 
 def test_runs_from_before_reach_was_recorded_are_drawn_by_the_ages_that_are_reset(tmp_path: Path) -> None:
@@ -407,3 +407,26 @@ def test_the_digest_alone_makes_the_same_page_and_goes_together_with_new_runs(tm
         file.write("{}\n")
     with pytest.raises(UserError, match=r"age\.jsonl is damaged \(line [0-9]+: it has no .*delete that line"):
         age.write([tmp_path / "one"], tmp_path / "other")
+
+
+def test_accuracy_is_correlated_with_reach_and_churn_over_the_settings_without_random() -> None:
+    came_to = {  # exponent -> accuracy, churn, reach
+        0.0: (0.60, 0.9, 0.1),
+        0.25: (0.80, 0.95, 0.5),
+        0.5: (0.70, 0.2, 0.6),
+        1.0: (0.90, 0.1, 1.0),
+    }
+    found: dict[Setting, dict[int, Result]] = {
+        GXD._replace(exponent=exponent): {0: Result(accuracy, churn, 200.0, False, reach=reach)}
+        for exponent, (accuracy, churn, reach) in came_to.items()
+    }
+    found[GXD._replace(method="random")] = {0: Result(0.1, 0.0, 200.0, False, reach=1.0)}
+    found[GXD._replace(method="contribution")] = of(0.1)  # its reach is not known
+    found[GXD._replace(method="backprop", rate=0.0)] = of(0.5)
+    accuracies, churns, reaches = zip(*came_to.values(), strict=True)
+    (record,) = age_tables.by_reach(found).records
+    assert record["settings"] == 4
+    assert record["reach"] == pytest.approx(stats.spearmanr(accuracies, reaches).statistic, abs=1e-3)
+    assert record["churn"] == pytest.approx(stats.spearmanr(accuracies, churns).statistic, abs=1e-3)
+    (row,) = age_tables.by_reach(found).rows
+    assert [cell.text for cell in row][-2:] == ["10 to 100", "50.0"]

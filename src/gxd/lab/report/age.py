@@ -17,7 +17,16 @@ from gxd.lab.errors import UserError
 from gxd.lab.report import digest, page
 from gxd.lab.report.age_figure import forest, picture
 from gxd.lab.report.age_results import collect, rates_of, reported, write_digest
-from gxd.lab.report.age_tables import against_paper, by_maturity, by_rule, chosen_table, overview, settings_table, tally
+from gxd.lab.report.age_tables import (
+    against_paper,
+    by_maturity,
+    by_reach,
+    by_rule,
+    chosen_table,
+    overview,
+    settings_table,
+    tally,
+)
 from gxd.lab.report.page import Block, Section
 
 
@@ -42,7 +51,13 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     first, *more = (picture(found, *one) for one in shown_at)
     pictures = [first, *forest(found, "gxd"), *more]
     compared = [against_paper(found), by_maturity(found)]
-    made = [by_rule(found), *(overview(found, *one) for one in shown_at), *compared, chosen_table(found)]
+    made = [
+        by_reach(found),
+        by_rule(found),
+        *(overview(found, *one) for one in shown_at),
+        *compared,
+        chosen_table(found),
+    ]
     made = [table for table in (*made, settings_table(found)) if table.rows]  # of one seed there is no comparison
     shown = page.save_pictures(pictures, out)
     page.save_tables(made, out)

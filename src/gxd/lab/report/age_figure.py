@@ -61,7 +61,7 @@ def picture(found: Results, stream: Stream, rate: float) -> Picture:
     panels = _networks(setting.panel for setting in here)
     resets = [setting for setting in here if setting.resets]
     compared = [setting for setting in resets if setting != papers(setting)]
-    methods = sorted({setting.method for setting in compared or resets}, key=paper.method_order)
+    methods = sorted({setting.method for setting in resets}, key=paper.method_order)  # the key to the colours, too
     rules = rules_at(here)
     marks = _marks(rules)
     axis = _axis(here)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import torch
+
+from gxd.cost.ranks import spearman
 from gxd.lab.report import numbers, paper, tables
 from gxd.lab.report.age_results import (
     CHOOSING,
@@ -64,6 +67,47 @@ def _came_to(by_seed: Mapping[int, Result]) -> Cell:
     named = zip(("churn", "reach"), others, strict=True)
     below = [f"{name} {100 * one.value:.0f}" for name, one in named if math.isfinite(one.value)]
     return Cell(_plus_minus(accuracy), ", ".join(below))
+
+
+def by_reach(found: Results) -> Table:
+    """Whether networks learn the better, the more of their units are reset: over all utilities and rules but random."""
+    table = Table(
+        "age-reach",
+        "Does accuracy follow reach?",
+        "Spearman's rank correlation of accuracy with reach, and with churn, over the settings whose reach was "
+        "recorded: every utility but random with every rule. Each setting counts by its means over the seeds; a "
+        "correlation with churn near -1 says that less churn is better. Reach: from the lowest to the highest.",
+        ["Stream", "Rate", "Network", "Settings", "Accuracy by reach", "Accuracy by churn", "Reach, %", "Backprop, %"],
+    )
+    for stream, rate in sorted({(s.stream, s.rate) for s in found if s.resets}, key=lambda at: (at[0], -at[1])):
+        here = at_rate(found, stream, rate)
+        for panel in _panels(here):
+            mine = {s: _means(by_seed) for s, by_seed in here.items() if s.panel == panel and s.method != "random"}
+            plain = next((means for s, means in mine.items() if not s.resets), None)
+            recorded = [means for s, means in mine.items() if s.resets and math.isfinite(means.reach)]
+            if len(recorded) < 4:
+                continue
+            by = {name: _correlated(recorded, name) for name in ("reach", "churn")}
+            reached = [100 * means.reach for means in recorded]
+            words = [stream.label, f"{rate:g}", tables.panel_label(panel), str(len(recorded))]
+            words += [tables.rho(by["reach"]), tables.rho(by["churn"])]
+            words += [f"{min(reached):.0f} to {max(reached):.0f}", f"{100 * plain.accuracy:.1f}" if plain else ""]
+            table.rows.append([Cell(text) for text in words])
+            network = {"activation": panel[0], "layer_norm": panel[1]}
+            table.records.append({**_stream(stream), "rate": rate, **network, "settings": len(recorded), **by})
+    return table
+
+
+def _means(by_seed: Mapping[int, Result]) -> Result:
+    """Of the runs of a setting, each number over the seeds on which it is known."""
+    names = ("accuracy", "churn", "age", "reach")
+    means = {name: interval(getattr(r, name) for r in by_seed.values()).value for name in names}
+    return Result(**means, diverged=any(r.diverged for r in by_seed.values()))
+
+
+def _correlated(settings: Sequence[Result], name: str) -> float:
+    values, accuracies = (torch.tensor([getattr(one, n) for one in settings]) for n in (name, "accuracy"))
+    return round(spearman(values, accuracies), 3)
 
 
 def by_rule(found: Results) -> Table:
