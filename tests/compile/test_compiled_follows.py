@@ -5,10 +5,12 @@ compiler.
 """
 
 import collections
+import collections.abc
 import copy
 import functools
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -244,12 +246,44 @@ class Reverse(torch.autograd.Function):
         return Reverse.beta * gradient
 
 
+class WithKeys(collections.UserDict):
+    """As many classes of settings are: keys are attributes, or not, and there is a list of them."""
+
+    def keys(self):
+        return list(self.data)
+
+
+class MadeAsAskedFor(collections.abc.Mapping):
+    """An archive, which reads its arrays anew each time."""
+
+    def __getitem__(self, key):
+        return torch.ones(2)
+
+    def __iter__(self):
+        return iter(["weight"])
+
+    def __len__(self):
+        return 1
+
+
+def test_a_mapping_that_makes_its_values_and_one_of_weak_keys_are_no_reason_to_run_eagerly():
+    archive, cache = MadeAsAskedFor(), weakref.WeakKeyDictionary()
+
+    def weigh(output, target):
+        return (2.0 if output in cache else 1.0) * archive["weight"].sum() * F.cross_entropy(output, target)
+
+    step = agree(mlp, lambda model, optimizer: None, lambda: weigh)
+    assert len(step._programs) == 1
+
+
 def reached_by_name():
     """Name -> a loss, and how to make its weight 10."""
     settings, holder, config = types.SimpleNamespace(beta=1.0), OfSlots(), {"loss": {"beta": 1.0}}
     hidden, file = OfProperty(), types.ModuleType("a_file_of_the_user")
     exec("BETA = 1.0\ndef weight(): return BETA", vars(file))
     options, reverse = collections.UserDict(beta=1.0), type("Reversed", (Reverse,), {})
+    of_mapping, of_dict = WithKeys(beta=5.0), type("OfDict", (dict,), {})(beta=5.0)
+    of_mapping.beta = of_dict.beta = 1.0
 
     class Criterion(nn.Module):
         def forward(self, output, target):
@@ -285,6 +319,18 @@ def reached_by_name():
         "instance": (lambda o, t: instance.beta * F.cross_entropy(o, t), lambda: setattr(instance, "beta", 10.0)),
         "property": (lambda o, t: hidden.beta * F.cross_entropy(o, t), lambda: setattr(hidden, "hidden", 10.0)),
         "mapping": (lambda o, t: options["beta"] * F.cross_entropy(o, t), lambda: options.update(beta=10.0)),
+        "attribute of a mapping": (
+            lambda o, t: of_mapping.beta * F.cross_entropy(o, t),
+            lambda: setattr(of_mapping, "beta", 10.0),
+        ),
+        "key of a mapping with such an attribute": (
+            lambda o, t: of_mapping["beta"] * F.cross_entropy(o, t),
+            lambda: of_mapping.update(beta=50.0),
+        ),
+        "attribute of a dict": (
+            lambda o, t: of_dict.beta * F.cross_entropy(o, t),
+            lambda: setattr(of_dict, "beta", 10.0),
+        ),
         "own attribute": (with_attribute, lambda: setattr(with_attribute, "beta", 10.0)),
         "module made within": (lambda o, t: Criterion()(o, t), lambda: setattr(settings, "beta", 10.0)),
         "static method": (lambda o, t: Helper.weigh(F.cross_entropy(o, t)), lambda: setattr(settings, "beta", 10.0)),

@@ -497,15 +497,48 @@ class Divides(nn.Module):
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(
-    "read",
-    [torch.Tensor.item, float, int, lambda t: t.tolist()[0], lambda t: t.numpy()[0], lambda t: 3 if t > 2 else 1],
+    ("read", "said_of_it"),
+    [
+        *((one, "reads a number") for one in (torch.Tensor.item, float, int)),
+        *((one, "reads a number") for one in (lambda t: t.tolist()[0], lambda t: t.numpy()[0])),
+        (lambda t: 3 if t > 2 else 1, "data-dependent"),
+    ],
 )
-def test_a_number_that_is_read_from_a_tensor_of_nobody_s_is_no_constant(read):
+def test_a_number_that_is_read_from_a_tensor_of_nobody_s_is_no_constant(read, said_of_it):
     def change(number, model, optimizer):
         model.by.fill_(1 + number)
 
     step, said = both(functools.partial(Divides, read), batches(), before=change)
-    assert len(said) == 1 and step.why_eager is not None
+    assert len(said) == 1 and said_of_it in step.why_eager
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y, a, n: F.cross_entropy(F.leaky_relu(o, a), y),
+        lambda o, y, a, n: F.cross_entropy(o, y, label_smoothing=a),
+        lambda o, y, a, n: F.cross_entropy(torch.add(o, o, alpha=a), y),
+        lambda o, y, a, n: F.cross_entropy(o, y) + o[:, n].mean(),
+        lambda o, y, a, n: F.cross_entropy(o, y) + o[:, :n].sum(),
+        lambda o, y, a, n: F.cross_entropy(o, y) * (2.0 if torch.is_nonzero(n) else 1.0),
+    ],
+)
+def test_a_number_that_torch_reads_from_a_tensor_by_itself_is_no_constant_either(loss):
+    share, count = torch.tensor(0.0), torch.tensor(0)
+
+    def change(number, model, optimizer):
+        share.fill_(0.1 * (number % 3))
+        count.fill_(number % 3)
+
+    step, said = both(mlp, batches(), before=change, loss=lambda o, y: loss(o, y, share, count))
+    assert len(said) == 1 and "reads a number" in step.why_eager
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_loss_of_one_element_is_compiled_with_adam():
+    step, said = both(mlp, batches(), loss=lambda o, y: F.cross_entropy(o, y).reshape(1), optimizer=torch.optim.Adam)
+    assert step.why_eager is None and not said and step._programs
 
 
 @pytest.mark.usefixtures("traced_only")

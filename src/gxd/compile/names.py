@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -23,21 +23,22 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # who
 
 
 class Place(NamedTuple):
-    """Where a value is held: under a key of a dict, in a closure, or as an attribute of anything else."""
+    """Where a value is held: as an attribute, as an entry of a mapping, or in a closure."""
 
     name: str
     holder: Any
     key: Any
+    entry: bool = False
 
     def reader(self) -> Callable[[], Any]:
-        if isinstance(self.holder, Mapping):
+        if self.entry:
             return partial(self.holder.get, self.key)
         if isinstance(self.holder, CellType):
             return partial(_content, self.holder)
         return partial(getattr, self.holder, self.key, None)
 
     def write(self, value: Any) -> None:
-        if isinstance(self.holder, MutableMapping):
+        if self.entry:
             self.holder[self.key] = value
         else:
             setattr(self.holder, self.key, value)
@@ -74,8 +75,8 @@ class Names:
             for number, one in enumerate(value):
                 self.follow(f"{name}[{number}]", one, names)
         elif not isinstance(value, (*PLAIN, Tensor)) and not _of_a_library(value):
-            for key in sorted(names & value.keys()) if isinstance(value, Mapping) else ():
-                self._enter(Place(f"{name}[{key!r}]", value, key), names)
+            for key in _entries(value, names) if isinstance(value, Mapping) else ():
+                self._enter(Place(f"{name}[{key!r}]", value, key, entry=True), names)
             self._object(name, value, names | (OF_CLASSES if isinstance(value, type) else {"__call__"}))
 
     def _module(self, path: str, module: nn.Module) -> None:
@@ -115,17 +116,23 @@ class Names:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._enter(Place(f"{name}: {variable}", cell, "cell_contents"), names)
         for variable in sorted(names & function.__globals__.keys()):
-            self._enter(Place(f"{name}: {variable}", function.__globals__, variable), names)
+            self._enter(Place(f"{name}: {variable}", function.__globals__, variable, entry=True), names)
         if owner is not None:
             self._object(owner_name, owner, names)
 
     def _enter(self, place: Place, names: frozenset[str]) -> None:
-        where, value = (id(place.holder), place.key), place.reader()()
+        where, value = (id(place.holder), place.key, place.entry), place.reader()()
         if (where, names) not in self._known:
             self._known.add((where, names))
             if not isinstance(value, (type, ModuleType)):
                 self.places.setdefault(where, place)
             self.follow(place.name, value, names)
+
+
+def _entries(mapping: Mapping[Any, Any], names: frozenset[str]) -> list[str]:
+    """The keys of a mapping that are named. One that makes its values as they are asked for holds none."""
+    found = [name for name in sorted(names) if name in mapping]
+    return [name for name in found if isinstance(mapping[name], PLAIN) or mapping[name] is mapping[name]]
 
 
 def _inside(held: Any) -> Any:

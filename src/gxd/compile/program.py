@@ -25,6 +25,7 @@ from gxd.compile.inductor import compile_graph
 from gxd.compile.noise import noise_as_inputs
 from gxd.compile.recipe import Recipe
 from gxd.compile.refusals import (
+    NoConverting,
     NoReading,
     no_recomputation,
     refuse_other_buffers,
@@ -187,12 +188,13 @@ class Program:
 
         def flat(*tensors: Tensor) -> Any:
             rest = iter(tensors)
-            returned.append(function(Parts(*(list(islice(rest, len(part))) for part in parts))))
+            with NoReading():
+                returned.append(function(Parts(*(list(islice(rest, len(part))) for part in parts))))
             return returned[-1]
 
         with ExitStack() as stack, torch.enable_grad():
             stack.enter_context(no_recomputation())
-            stack.enter_context(NoReading())
+            stack.enter_context(NoConverting())
             for _, scorer in self.watched:
                 stack.enter_context(scorer.aside())
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
@@ -339,8 +341,11 @@ def outside_as_inputs(graph: GraphModule) -> list[Tensor]:
 
 
 def _one_after(loss: Tensor) -> Tensor:
-    """One, as soon as the loss is known: code that raises over a batch must not have counted the step by then."""
-    return 1.0 + 0.0 * loss.isnan()
+    """One, as soon as the loss is known: code that raises over a batch must not have counted the step by then.
+
+    That the compiler leaves the loss in it is tested: a loss that is not a number would be one, too, if it were used.
+    """
+    return 1.0 + 0.0 * loss.isnan().any()
 
 
 def _apart(gradients: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gxd.compile.recipe import Recipe
+
+aten = torch.ops.aten
 
 
 def refuse_own_tensors(recipe: Recipe, outside: Sequence[Tensor]) -> None:
@@ -27,7 +30,7 @@ def refuse_other_leaves(recipe: Recipe, loss: Tensor, given: Sequence[Tensor]) -
     """What the loss has a gradient for, and is not the model's, would not get it: a temperature that has another
     optimizer, or a batch. What is made within the step is fake, and nobody sees its gradient: the input of a penalty.
     """
-    known = set(map(id, given))  # parameters are none of them, but made of them
+    known = set(map(id, given))  # what comes from outside; the leaves made of the parameters are not among it
     for tensor in _leaves_of(loss):
         if id(tensor) in known or not isinstance(tensor, FakeTensor):
             name = recipe.name_of(tensor)
@@ -105,17 +108,33 @@ def no_recomputation() -> Iterator[None]:
         hooks.__enter__ = enter
 
 
-class NoReading(TorchFunctionMode):
-    """Refuse to read numbers from tensors that are no part of the trace: they would be constants of it."""
+class NoReading(TorchDispatchMode):
+    """Refuse to read numbers from tensors that are no part of the trace: they would be constants of it.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    Torch reads them by itself where a tensor is given for a number (``x[:, n]``, ``F.leaky_relu(x, slope)``).
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _READS and not isinstance(args[0], FakeTensor):
-            raise ValueError(
-                f"the step reads a number from a tensor ({function.__name__}), which a compiled step would do only "
-                "once; compute with the tensor itself, or keep the number in a variable or an attribute"
-            )
+            raise _reading(str(function))
         return function(*args, **(kwargs or {}))
 
 
-_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__}
-_READS |= {Tensor.__bool__, Tensor.__index__, Tensor.__complex__}
+class NoConverting(TorchFunctionMode):
+    """The same of whole arrays, which are read without an operation of torch's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _CONVERSIONS and not isinstance(args[0], FakeTensor):
+            raise _reading(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def _reading(how: str) -> ValueError:
+    return ValueError(
+        f"the step reads a number from a tensor ({how}), which a compiled step would do only once; compute with the "
+        "tensor itself, or keep the number in a variable or an attribute"
+    )
+
+
+_READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+_CONVERSIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}

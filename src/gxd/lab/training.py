@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gxd
 from gxd.lab import metrics
 from gxd.lab.conduct import EXAMPLES, MAY_NOT, Conduct
-from gxd.lab.errors import UserError
+from gxd.lab.errors import UserError, first_line
 from gxd.lab.experiments import Experiment
 from gxd.lab.steps import Step, make_step
 from gxd.lab.streams import Batch, Stream, Task, generator
@@ -108,10 +108,14 @@ class Training:
                 versions = x._version, y._version
                 online.add(*self.step(x, y), y)
                 examples_changed |= versions != (x._version, y._version)
-        except Exception:
-            self._check_conduct(task, examples_changed)  # which may be why
+        except Exception as error:
+            wrong = self._broken(task, examples_changed)
+            if wrong:  # which may be why
+                raise RuntimeError(f"{wrong}; then {type(error).__name__}: {first_line(error)}") from error
             raise
-        self._check_conduct(task, examples_changed)
+        wrong = self._broken(task, examples_changed)
+        if wrong:
+            raise UserError(wrong)
         total, hits = online.sums()
         with torch.no_grad():
             finite = torch.stack([p.isfinite().all() for p in self.model.parameters()]).all() & total.isfinite()
@@ -120,10 +124,9 @@ class Training:
         accuracy = {"online_accuracy": hits.item() / online.examples} if self.config.classifies else {}
         return {**accuracy, "loss": total.item() / online.steps}
 
-    def _check_conduct(self, task: Task, examples_changed: bool) -> None:
+    def _broken(self, task: Task, examples_changed: bool) -> str:
         wrong = MAY_NOT.format(EXAMPLES) if examples_changed else self.conduct.broken()
-        if wrong:
-            raise UserError(f"{wrong}: seen in task {task.number}")
+        return f"{wrong}: seen in task {task.number}" if wrong else ""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Within this, the model has the weights that the method wants evaluated."""
