@@ -573,6 +573,13 @@ def test_a_method_that_changes_later_what_it_may_not_has_no_rank_and_is_told_wha
     assert not row["rank"] and torch.get_default_dtype() == torch.float32
 
 
+def test_what_a_method_raises_is_said_too_where_it_has_changed_what_it_may_not(own, board, tmp_path):
+    does = "[one.parameter.requires_grad_(False) for one in host.trained()] and {{}}['the real bug']"
+    assert add(own(LATE.format(does).replace("{{}}", "{}")), board, tmp_path, "--streams", "digits") == 1
+    note = rows(tmp_path / "mine")["digits", "mine"]["note"]
+    assert "it changes requires_grad of parameters" in note and note.endswith("then KeyError: 'the real bug'")
+
+
 def test_what_a_file_sets_for_all_of_torch_when_it_is_imported_does_not_reach_the_runs(own):
     methods.load(own(FINE, extra="torch.set_default_dtype(torch.float64)"))
     assert torch.get_default_dtype() == torch.float32
