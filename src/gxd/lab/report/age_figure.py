@@ -133,6 +133,7 @@ def forest(found: Results, method: str) -> list[Picture]:
         for (stream, across), (column, rate) in product(zip(streams, grid, strict=True), enumerate(rates)):
             axes, rows = across[column], panels[stream]
             mine = {rule: mark for rule, mark in marks.items() if rule.rate == rate}
+            axes.set_visible(any((setting.stream, setting.rate) == (stream, rate) for setting in settings))
             for setting in settings:
                 if (setting.stream, setting.rate) == (stream, rate):
                     _gain(axes, found, setting, rows.index(setting.panel), mine, len(settings))
