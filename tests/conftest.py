@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 
 import pytest
 
@@ -9,6 +10,8 @@ from gxd.methods import registry
 from gxd.score import utilities as score
 from tests.processes import WARM
 
+# Ray reads its token once per process, from HOME, which one of the tests with a cluster moves.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 gc.set_threshold(20_000, 20, 50)  # traces make millions of objects, and a process of tests lives long
 
 
