@@ -322,6 +322,14 @@ def test_the_forest_fills_a_mark_only_if_its_gain_stands_among_all_the_compariso
     assert not age_figure.forest({GXD: of(0.7, 0.7)}, "gxd")
 
 
+def test_the_forest_shows_nothing_where_nothing_was_compared() -> None:
+    both, one = GXD._replace(rate=1e-4), GXD._replace(stream=Stream("permuted-mnist-small", 16))
+    found = {s: of(0.7, 0.7) for s in (GXD, both, one)}
+    found |= {s._replace(exponent=1.0): of(0.8, 0.9) for s in (GXD, both, one)}
+    (forest,) = age_figure.forest(found, "gxd")
+    assert [axes.get_visible() for axes in forest.drawn.axes] == [True, True, True, False]
+
+
 def test_runs_that_were_trained_in_two_ways_are_not_averaged(tmp_path: Path) -> None:
     write(tmp_path, 0.8, method="gxd", seed=0)
     write(tmp_path, 0.9, method="gxd", seed=1, lr=0.05)

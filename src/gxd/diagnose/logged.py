@@ -57,8 +57,8 @@ def logged(model: nn.Module, plan: UnitPlan, resets: Resets) -> dict[str, float]
 def reach(states: Sequence[UnitState]) -> Tensor | float:
     """Share of all units that were reset in the second half of the steps so far; NaN before the first.
 
-    Churn says whom a reset hits, this how much of the network all of them together renew: ten units that are reset by
-    turns have a churn of 1, and so have all units that are reset by turns.
+    Churn says how young a unit is that is reset, this how many units are: churn is near 1 both where the same few are
+    reset over and over, and where the youngest is always reset but is not always the same.
     """
     if not states or not states[0].step or not len(states[0].birth):
         return math.nan

@@ -163,8 +163,8 @@ def _gain(values: Sequence[float], named: str = "") -> Cell:
     if not values:
         return Cell("")
     gain, n = interval(values), len(values)
-    reach = f" ± {100 * (gain.high - gain.value):.1f}" if n > 1 else ""
-    return Cell(f"{tables.signed(100 * gain.value)}{reach}", f"{named}n = {n}")
+    margin = f" ± {100 * (gain.high - gain.value):.1f}" if n > 1 else ""
+    return Cell(f"{tables.signed(100 * gain.value)}{margin}", f"{named}n = {n}")
 
 
 def settings_table(found: Results) -> Table:

@@ -41,7 +41,7 @@ def mean(values: Iterable[float | None]) -> Mean:
     return Mean(centre, spread / math.sqrt(n), n)
 
 
-def reach(value: Mean) -> float:
+def margin(value: Mean) -> float:
     """Half of the 95 % t interval of a mean (NaN for a single value, which compares with nothing)."""
     return quantile(0.95, value.n - 1) * value.se if value.n > 1 else math.nan
 
@@ -79,5 +79,5 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     result = mean(a - b for a, b in zip(ours, theirs, strict=True))
     if result.n < 2:
         return Interval(result.value, -math.inf, math.inf)
-    half = reach(result)
+    half = margin(result)
     return Interval(result.value, result.value - half, result.value + half)

@@ -132,7 +132,7 @@ def _best_utility(column: AssayColumn | None, key: paper.Column, kind: str) -> V
         means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
         rival = max((name for name in means if name != "gxd"), key=lambda name: sign * means[name])
         gap = _paired(values["gxd"], values[rival])
-        won &= sign * gap.value > numbers.reach(gap)
+        won &= sign * gap.value > numbers.margin(gap)
         show = rho if kind == "spearman" else _three
         text = f"{label}: GXD {show(means['gxd'])}, next {paper.method_label(rival)} {show(means[rival])}"
         if kind == "shock":
@@ -151,7 +151,7 @@ def _worst_shock(column: AssayColumn | None) -> Verdict:
     gap = _paired(values["loss_gradient"], values[rival])
     text = f"logit L1: loss gradient {_three(means['loss_gradient'])}, next {paper.method_label(rival)} "
     text += f"{_three(means[rival])} ({_sigmas(gap.value, gap.se)})"
-    return _assay(claim, key, column, text, CONFIRMED if gap.value > numbers.reach(gap) else REFUTED)
+    return _assay(claim, key, column, text, CONFIRMED if gap.value > numbers.margin(gap) else REFUTED)
 
 
 def _close_to_all_logit(column: AssayColumn | None, key: paper.Column) -> Verdict:
@@ -179,7 +179,7 @@ def _gxi_needs_the_reference(columns: Mapping[paper.Column, AssayColumn]) -> Ver
         return _assay(claim, paper.COLUMNS[1], None, "–", UNTESTED)
     # Of two networks; the fewer seeds decide how sure their difference can be.
     further = numbers.Mean(gaps[1].value - gaps[0].value, math.hypot(gaps[0].se, gaps[1].se), min(g.n for g in gaps))
-    clear = further.value > numbers.reach(further)
+    clear = further.value > numbers.margin(further)
     verdict = CONFIRMED if clear else REFUTED
     return _assay(claim, paper.COLUMNS[1], columns[paper.COLUMNS[1]], "logit L1, " + "; ".join(parts), verdict)
 
@@ -273,7 +273,7 @@ class _Stream:
         if gap.n < 2:
             return self._say(claim, panel, [ours, theirs], *self._survival(ours, theirs, text))
         text += f" ({_sigmas(gap.value, gap.se)})"
-        higher, lower = gap.value > numbers.reach(gap), gap.value < -numbers.reach(gap)
+        higher, lower = gap.value > numbers.margin(gap), gap.value < -numbers.margin(gap)
         if higher and risk.low <= 0 < risk.value:  # the accuracies say one thing, the divergences perhaps another
             return self._say(claim, panel, [ours, theirs], text, OPEN)
         contrary = lower or risk.low > 0
@@ -366,9 +366,9 @@ class _Stream:
 
 def _small(lost: numbers.Mean, by_seed: Collection[float]) -> bool | None:
     """Whether a loss of accuracy is within ``SLACK``: only if it clearly is or is not. Noise makes it None."""
-    if (by_seed and max(by_seed) <= SLACK) or lost.value + numbers.reach(lost) <= SLACK:
+    if (by_seed and max(by_seed) <= SLACK) or lost.value + numbers.margin(lost) <= SLACK:
         return True
-    return False if lost.value - numbers.reach(lost) > SLACK else None
+    return False if lost.value - numbers.margin(lost) > SLACK else None
 
 
 def _ready(*members: Group) -> bool:
