@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 TARGET_LOGIT_UTILITIES = ("gxi", "gxd", "output_gradient")
-LOSS_UTILITIES = ("loss_gradient", "taylor")
+LOSS_UTILITIES = ("loss_gradient", "taylor", "gxd_loss")
 LOCAL_UTILITIES = ("activation", "contribution", "mc_contribution", "mc_adaptable_contribution")
 UTILITIES = (*LOCAL_UTILITIES, *LOSS_UTILITIES, *TARGET_LOGIT_UTILITIES, "gxd_all_logit", "gxd_sketch", "gxd_kl")
 
@@ -64,8 +64,6 @@ def naive_scores(
         return [_local_score(utility, views, w_in, w_out, unit) for unit in range(units)]
     if utility == "loss_gradient":
         return [sum(_mean_abs(_one_gradient(view), unit, 0.0) for view in views) for unit in range(units)]
-    if utility == "taylor":
-        return [abs(sum(_product(view, unit) for view in views)) for unit in range(units)]
     if utility == "gxd_all_logit":
         per_class = []
         for klass in range(len(_class_gradients(views[0]))):
@@ -118,15 +116,6 @@ def _effect_score(
                 effect += abs(moved * g) if absolute_positions else moved * g
         total += effect * effect if utility == "gxd_kl" else abs(effect)
     return total / examples
-
-
-def _product(view: View, unit: int) -> float:
-    """Sum over examples and positions of h dL/dh."""
-    total, gradient = 0.0, _one_gradient(view)
-    for example in range(view.h.shape[0]):
-        for position in range(view.h.shape[1]):
-            total += float(view.h[example, position, unit]) * float(gradient[example, position, unit])
-    return total
 
 
 def _mean_abs(values: Tensor, unit: int, centre: float) -> float:
@@ -228,6 +217,7 @@ class NaiveCBP:
     eps: float = 1e-8
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
     compensate: bool = True
+    by_age: bool = False
 
     # The state of a unit, by group and unit, and the fractional budget, by group.
     age: list[list[int]] = field(init=False)
@@ -321,8 +311,11 @@ class NaiveCBP:
 
         chosen = []
         for group in range(len(hidden)):
+            ranked = utilities[group]
+            if self.by_age:
+                ranked = [utility / max(age, 1) for utility, age in zip(ranked, ages[group], strict=True)]
             units, self.budget[group] = naive_select(
-                utilities[group], ages[group], self.budget[group], rate=self.rate, maturity=self.maturity
+                ranked, ages[group], self.budget[group], rate=self.rate, maturity=self.maturity
             )
             chosen.append(units)
         self.reset(chosen)
@@ -422,6 +415,8 @@ class NaiveCBP:
         w_in = [self.weights[group][unit, :] for unit in range(units)]
         w_out = [[self.weights[group + 1][:, unit] for unit in range(units)]]
         scores = naive_scores(self.utility, [view], w_in, w_out)
+        if self.utility == "gxd_loss":  # shares of the group, so that the scale of the loss does not matter
+            scores = [score * units / sum(scores) for score in scores]
         for unit in range(units):
             self.raw_utility[group][unit] = self.decay * self.raw_utility[group][unit] + (1 - self.decay) * scores[unit]
         return scores

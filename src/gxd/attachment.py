@@ -17,6 +17,7 @@ from gxd.checkpoint import STATE_VERSION, check_state
 from gxd.diagnose.logged import ages_at_reset, logged
 from gxd.errors import ObservationError
 from gxd.methods.base import Method
+from gxd.methods.registry import method as named
 from gxd.methods.task_data import TaskData
 from gxd.methods.unit_reset import UnitReset, UnitResets
 from gxd.observe.direction import direction_of, noise
@@ -36,7 +37,7 @@ NO_COPY = (
 def attach(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    *methods: Method,
+    *methods: Method | str,
     plan: UnitPlan | None = None,
     example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | None = None,
     scaler: Any = None,
@@ -54,7 +55,7 @@ def attach(
             ``fully_shard`` (FSDP2) needs a ``plan`` that was made before.
         optimizer: the optimizer that trains it, or several (Muon for matrices, AdamW for the rest) in the order they
             step in; methods act after the step of the last.
-        methods: from :func:`gxd.method`, or your own.
+        methods: names of registered methods (``"gxd"``), what :func:`gxd.method` returns, or your own.
         plan: from :func:`gxd.find_units`, for methods that need units; or give ``example_inputs``.
         example_inputs: as for :func:`gxd.find_units`.
         scaler: the ``GradScaler``, if there is one: a change of its scale tells that a step was skipped, so that the
@@ -68,8 +69,7 @@ def attach(
 
     Example::
 
-        redo, l2_init = gxd.method("redo", threshold=0.1), gxd.method("l2_init", strength=1e-3)
-        attached = gxd.attach(model, optimizer, redo, l2_init, example_inputs=x[:2])
+        resets = gxd.attach(model, optimizer, "gxd", example_inputs=x[:2])
         for x, y in stream:
             loss = F.cross_entropy(model(x), y)
             loss.backward(); optimizer.step(); optimizer.zero_grad()
@@ -77,7 +77,7 @@ def attach(
     return Attachment(
         model,
         optimizer,
-        methods,
+        [named(one) if isinstance(one, str) else one for one in methods],
         plan=plan,
         example_inputs=example_inputs,
         scaler=scaler,

@@ -14,7 +14,7 @@ from torch import Tensor
 from gxd.errors import PlanError
 from gxd.sharded import is_sharded, shared_out, whole
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 _NUMBERS = (int, float)
 _UNFIT = "the saved state is damaged, or of another model, another plan, or a method with other options"
 _OBSERVED = ("mean", "score", "mean_count", "score_count", "gram")

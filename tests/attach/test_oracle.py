@@ -68,7 +68,8 @@ def random_batches(steps: int, features: int, classes: int, examples: int = 6) -
         ("gxd_all_logit", [0.0, 2.0]),
         ("gxd_sketch", [0.0, 2.0]),
         ("output_gradient", [2.0, 1.0]),
-        ("taylor", [6.0, 1.0]),
+        ("taylor", [3.0, 1.0]),
+        ("gxd_loss", [0.0, 2.0]),
     ],
 )
 def test_the_2_2_1_net_has_the_scores_computed_by_hand(utility: str, expected: list[float]) -> None:

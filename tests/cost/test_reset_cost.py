@@ -133,7 +133,8 @@ def test_scores_are_the_formulas_of_the_paper(case):
             "mc_contribution": (h - r).abs().mean((0, 1)) * w_out,
             "mc_adaptable_contribution": (h - r).abs().mean((0, 1)) * w_out / w_in,
             "loss_gradient": g(by_loss).abs().mean((0, 1)),
-            "taylor": sum(part.sum((0, 1)).abs() * len(part) for part in (h * g(by_loss)).split(7)) / CALIBRATION,
+            "taylor": (h * g(by_loss)).sum(1).abs().mean(0),
+            "gxd_loss": ((h - r) * g(by_loss)).sum(1).abs().mean(0),
             "output_gradient": g(by_target).sum(1).abs().mean(0),
             "gxi": (h * g(by_target)).sum(1).abs().mean(0),
             "gxd": ((h - r) * g(by_target)).sum(1).abs().mean(0),
@@ -407,7 +408,7 @@ def test_the_outputs_target_is_needed_only_by_those_who_ask_for_it():
     model, batch, _ = make("mlp")
     x, _ = batch(20)
     cost = gxd.reset_cost(model, (x, None), x)
-    of_targets = {"gxd", "gxi", "output_gradient", "loss_gradient", "taylor", "gxd_second_order", "weight_gradient"}
+    of_targets = {"gxd", "gxi", "output_gradient", "loss_gradient", "taylor", "gxd_loss", "gxd_second_order", "weight_gradient"}
     assert set(cost.scores) == set(gxd.utilities()) - of_targets
     with pytest.raises(ValueError, match="'gxd' needs targets"):
         gxd.reset_cost(model, (x, None), x, utilities=["gxd"])

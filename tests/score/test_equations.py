@@ -31,7 +31,7 @@ class Mlp(nn.Module):
         return self.layers[-1](x)
 
 
-def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=True):
+def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=True, ranking="absolute"):
     """Train the library and the oracle side by side; the oracle replays the library's fresh rows."""
     torch.manual_seed(3)
     model = Mlp([5, 8, 7, 6, 4], ACTIVATIONS[activation]).double()
@@ -49,6 +49,7 @@ def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=T
         optimizer=optimizer,
         lr=LR[optimizer],
         compensate=compensate,
+        by_age=ranking == "age",
     )
     opt = OPTIMIZERS[optimizer](model.parameters())
     cbp = gxd.ContinualBackprop(
@@ -60,6 +61,7 @@ def run_both(utility, optimizer="sgd", activation="relu", steps=40, compensate=T
         maturity=5,
         decay=0.9,
         compensate=compensate,
+        ranking=ranking,
         seed=11,
     )
     noise = torch.Generator().manual_seed(12)
@@ -107,6 +109,14 @@ def test_every_utility_scores_selects_and_resets_as_the_equations_say(utility):
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_every_optimizer_and_activation_trains_as_the_equations_say(optimizer, activation):
     for model, cbp, naive, record in run_both("gxd", optimizer, activation):
+        assert_same(cbp, model, naive, record)
+
+
+@pytest.mark.parametrize("utility", ["gxd", "gxd_loss", "contribution"])
+def test_ranked_by_age_the_units_of_lowest_utility_per_step_lived_are_reset(utility):
+    by_age, absolute = ([r.resets for *_, r in run_both(utility, ranking=ranking)] for ranking in ("age", "absolute"))
+    assert by_age != absolute  # or this would show nothing
+    for model, cbp, naive, record in run_both(utility, ranking="age"):
         assert_same(cbp, model, naive, record)
 
 

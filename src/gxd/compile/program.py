@@ -253,7 +253,11 @@ class Program:
                 self.probabilities = self.probabilities or direction.probabilities
                 sums[number] = scorer.scored(states[number], NOTHING, tensors, direction)
         graded = [n for n, tensor in enumerate(self.recipe.tensors()) if tensor.requires_grad]
-        found = torch.autograd.grad(loss, [leaves[n] for n in graded], allow_unused=True)
+        with ExitStack() as stack:
+            for _, scorer in self.watched:
+                if scorer.observer.backwards is not None:
+                    stack.enter_context(scorer.observer.backwards.forced())
+            found = torch.autograd.grad(loss, [leaves[n] for n in graded], allow_unused=True)
         gradients = dict(zip(graded, found, strict=True))
         with torch.no_grad():
             if self.recipe.update is not None:

@@ -24,19 +24,19 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
     task act when the next experience begins: what is evaluated in between is the network that was trained.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`. Not ``dash``, which needs the data of
+        methods: as for :func:`gxd.attach`; none: the method ``gxd``. Not ``dash``, which needs the data of
             the next task.
-        options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`. Without ``example_inputs``, the model is
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs``, the model is
             traced with the first batch of an experience.
 
     Attributes:
         cbp: what is attached; after an experience closed, but still to be asked.
     """
 
-    def __init__(self, *methods: Method, **options: Any) -> None:
+    def __init__(self, *methods: Method | str, **options: Any) -> None:
         super().__init__()
         self._session = Session(methods, options)
-        needing = [method.name for method in methods if method.needs_data]
+        needing = [method.name for method in self._session.methods if method.needs_data]
         if needing:
             raise ValueError(
                 f"{needing[0]} needs the data of the next task, which this plugin does not have: attach it by hand, "
@@ -82,7 +82,7 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
 
     def before_backward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Observe."""
-        if self._session.is_open and self.cbp is not None:
+        if self._session.is_open and self.cbp is not None and self._session.needs_observe:
             self.cbp.observe(strategy.mb_output, strategy.mb_y if self._session.needs_target else None)
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:

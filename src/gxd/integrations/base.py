@@ -20,9 +20,10 @@ from gxd.acting import ON_UNOBSERVED
 from gxd.attachment import Attachment, attach
 from gxd.errors import PlanError
 from gxd.methods.base import Method
-from gxd.methods.continual_backprop import ContinualBackprop, continual_backprop
+from gxd.methods.registry import method, methods
 from gxd.plan.layouts import NamedTensors
 
+DEFAULT = "gxd"  # the method of a callback that is given none
 _LOOP = ("model", "optimizer", "methods", "scaler")  # arguments of gxd.attach that the training loop has
 _SOURCES = ("plan", "example_inputs")  # of which one says what the units are
 
@@ -59,31 +60,32 @@ class Session:
     """The training of one model: what is attached to it now, or was the last time, and what goes on from there.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
-        options: of the one or the other. What is wrong with them is said here, before any training.
+        given: methods, as for :func:`gxd.attach`; none: the method ``gxd``.
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. What is wrong with them is said
+            here, before any training.
 
     Attributes:
         attached: the attachment; a closed one still tells what it has seen.
     """
 
-    def __init__(self, methods: Sequence[Method], options: Mapping[str, Any]) -> None:
-        for method in methods:
-            arguments.method(method, Method)
-        signature = inspect.signature(attach if methods else ContinualBackprop)
-        known = [name for name in signature.parameters if name not in _LOOP]
+    def __init__(self, given: Sequence[Method | str], options: Mapping[str, Any]) -> None:
+        own = () if given else methods()[DEFAULT].options
+        known = [*(name for name in inspect.signature(attach).parameters if name not in _LOOP), *own]
         for name in options:
             if name in _LOOP:
                 raise TypeError(f"{name!r} is no option here: the training loop has it")
             arguments.choice("option", name, known)
         if options.get("plan") is not None and options.get("example_inputs") is not None:
             raise ValueError("give either example_inputs (the model is traced) or plan (from gxd.find_units), not both")
-        if not methods:
-            own = inspect.signature(continual_backprop).parameters
-            methods_options = {name: value for name, value in options.items() if name in own}
-            continual_backprop(**methods_options)
+        made = [method(one) if isinstance(one, str) else one for one in given]
+        for one in made:
+            arguments.method(one, Method)
+        if not made:
+            made = [method(DEFAULT, **{name: value for name, value in options.items() if name in own})]
         arguments.seed(options.get("seed", 0))
         arguments.choice("on_unobserved", options.get("on_unobserved", "raise"), ON_UNOBSERVED)
-        self.methods, self.options = tuple(methods), dict(options)
+        self.methods = tuple(made)
+        self.options = {name: value for name, value in options.items() if name not in own}
         self.attached: Attachment | None = None
         self._state: Mapping[str, Any] | None = None  # that the next attachment begins with
         self._model: weakref.ref[nn.Module] | None = None
@@ -95,7 +97,7 @@ class Session:
 
     def needs_inputs(self, model: nn.Module) -> bool:
         """Whether nothing tells yet what the units of the model are."""
-        needed = not self.methods or any(method.needs_units for method in self.methods)
+        needed = any(one.needs_units for one in self.methods)
         return needed and not self._source(model)
 
     def _source(self, model: nn.Module) -> dict[str, Any]:
@@ -107,10 +109,14 @@ class Session:
         return {name: self.options[name] for name in _SOURCES if self.options.get(name) is not None}
 
     @property
+    def needs_observe(self) -> bool:
+        """Whether a method looks at what the model returns."""
+        return any(one.needs_observe for one in self.methods)
+
+    @property
     def needs_target(self) -> bool:
         """Whether a method scores units, or weights, by the target logit."""
-        methods = () if self.attached is None else self.attached.methods
-        directions = [(method.output_gradient, method.utility and method.utility.gradient) for method in methods]
+        directions = [(one.output_gradient, one.utility and one.utility.gradient) for one in self.methods]
         return any("target" in pair for pair in directions)
 
     def begin(self, model: nn.Module, optimizer: Any, example_inputs: Any = None, **found: Any) -> Attachment:
@@ -133,10 +139,7 @@ class Session:
             )
         source = self._source(model) or {"example_inputs": example_inputs}
         options = {**found, **self.options, **dict.fromkeys(_SOURCES), **source}
-        if self.methods:
-            attached = attach(model, optimizer, *self.methods, **options)
-        else:
-            attached = ContinualBackprop(model, optimizer, **options)
+        attached = attach(model, optimizer, *self.methods, **options)
         try:
             if state := self.state_dict():
                 attached.load_state_dict(state)

@@ -24,12 +24,12 @@ _TARGETS = ("labels", "label", "targets", "target", "y")  # their usual names in
 class GxdCallback(Callback):
     """Attaches gxd to a ``LightningModule`` for the time of a ``fit``, and keeps its state in Lightning's checkpoints.
 
-    Without options it is :class:`gxd.ContinualBackprop` on the whole module: what ``self(x)`` returns in
-    ``training_step`` are the logits, and the second part of the batch is the target. Validation during the fit runs
-    inside :meth:`gxd.Attachment.evaluating`.
+    Without options it is the method ``gxd`` on the whole module. For methods that look at the output, what ``self(x)``
+    returns in ``training_step`` are the logits, and the second part of the batch is the target. Validation during the
+    fit runs inside :meth:`gxd.Attachment.evaluating`.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
+        methods: as for :func:`gxd.attach`; none: the method ``gxd``.
         module: the name of the part that is trained and called in ``training_step``, as ``self.net(x)``. Default: the
             ``LightningModule``, which is called as ``self(x)``.
         criterion: the name of the loss function, if it is a module that is called with logits and target: they are
@@ -37,7 +37,7 @@ class GxdCallback(Callback):
         select, target: as for :meth:`gxd.Attachment.observe_output`. Default of the target: ``batch[1]``, or the entry
             ``labels``, ``label``, ``targets``, ``target`` or ``y`` of a batch that is a dict.
         observe: False: ``training_step`` calls ``observe`` itself, as of ``callback.cbp``.
-        options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`. Without ``example_inputs`` or ``plan``, the
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs`` or ``plan``, the
             model is traced with the module's ``example_input_array``, or with the first batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class GxdCallback(Callback):
 
     def __init__(
         self,
-        *methods: Method,
+        *methods: Method | str,
         module: str | None = None,
         criterion: str | None = None,
         select: Take | None = None,
@@ -57,7 +57,8 @@ class GxdCallback(Callback):
         if criterion is not None and (select is not None or target is not None):
             raise ValueError("give either criterion, which is called with logits and target, or select and target")
         self._session = Session(methods, options)
-        self.module, self.criterion, self.select, self.target, self.observe = module, criterion, select, target, observe
+        self.module, self.criterion, self.select, self.target = module, criterion, select, target
+        self.observe = observe and self._session.needs_observe
         self._batch: Any = None
         self._output: OutputObserver | None = None
         self._handles: list[Any] = []

@@ -14,7 +14,6 @@ from gxd import arguments
 from gxd.attachment import Attachment
 from gxd.integrations.base import Session, logged, on_device, required
 from gxd.methods.base import Method
-from gxd.score.utilities import get_utility
 
 required("stable-baselines3", "2.3", extra="stable-baselines3")
 
@@ -40,8 +39,7 @@ class GxdCallback(BaseCallback):
     as in PPO when it stops early at ``target_kl``, is forgotten.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop` with the utility ``gxd_sketch``, which
-            needs no target.
+        methods: as for :func:`gxd.attach`; none: the method ``gxd``.
         parts: which of the parts of the table. Default: all.
         plan: part -> plan, for those that are not to be traced.
         verbose: as for every callback.
@@ -60,7 +58,7 @@ class GxdCallback(BaseCallback):
 
     def __init__(
         self,
-        *methods: Method,
+        *methods: Method | str,
         parts: str | Sequence[str] | None = None,
         plan: Mapping[str, Any] | None = None,
         verbose: int = 0,
@@ -71,16 +69,15 @@ class GxdCallback(BaseCallback):
             raise TypeError(f"plan must be a dict, part -> plan, got {type(plan).__name__}")
         if "example_inputs" in options:
             raise TypeError("'example_inputs' is no option here: the spaces of the environment tell")
-        self._methods, self._options = methods, options if methods else {"utility": "gxd_sketch", **options}
-        Session(self._methods, self._options)  # says what is wrong with them
-        used = [m.utility for m in methods] if methods else [get_utility(self._options["utility"])]
-        for utility in used:
+        self._methods, self._options = methods, options
+        used = Session(methods, options).methods  # says what is wrong with them
+        for utility in [method.utility for method in used]:
             if utility is not None and utility.gradient == "target":
                 raise ValueError(
                     f"the utility {utility.name!r} needs a target, and an agent has none: use 'gxd_sketch', or one "
                     "that observes no output"
                 )
-        for method in methods:
+        for method in used:
             if method.output_gradient == "target":
                 raise ValueError(
                     f"{method.name} scores weights by the logit of the target, and an agent has none: use "
@@ -141,8 +138,15 @@ class GxdCallback(BaseCallback):
     def _attach(self, session: Session, part: _Part) -> None:
         inputs = on_device(part.inputs, part.model) if session.needs_inputs(part.model) else None
         attached = session.begin(part.model, part.optimizer, inputs)
+        if session.needs_observe:
+            self._observe(attached, part.heads)
+        if part.others:
+            self._stack.enter_context(_only_on_data(attached))
+
+    def _observe(self, attached: Attachment, heads: Sequence[nn.Module]) -> None:
+        """All heads together, when the last one has returned."""
         kept: list[Tensor] = []
-        for head in part.heads[:-1]:
+        for head in heads[:-1]:
             self._stack.enter_context(_kept(head, kept))
 
         def together(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
@@ -150,9 +154,7 @@ class GxdCallback(BaseCallback):
             kept.clear()
             return torch.cat(outputs, 1)
 
-        attached.observe_output(part.heads[-1], together)
-        if part.others:
-            self._stack.enter_context(_only_on_data(attached))
+        attached.observe_output(heads[-1], together)
 
     def _on_step(self) -> bool:
         return True
@@ -209,7 +211,7 @@ def _parts(agent: Any) -> dict[str, _Part]:
         }
     raise TypeError(
         f"{type(agent).__name__} is not one of DQN, PPO, A2C, SAC, TD3, DDPG: attach to its networks yourself, "
-        "cbp = gxd.ContinualBackprop(network, optimizer, utility='gxd_sketch', ...) and cbp.observe_output()"
+        "gxd.attach(network, optimizer, 'gxd', example_inputs=...)"
     )
 
 

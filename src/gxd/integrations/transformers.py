@@ -34,20 +34,17 @@ FILE = "gxd.pt"
 class GxdCallback(TrainerCallback):
     """Attaches gxd to the model of a ``Trainer`` for the time of ``train()``, and keeps its state in its checkpoints.
 
-    Without options it is :class:`gxd.ContinualBackprop`: the model's ``logits`` and the ``labels`` it is called with
-    are observed, shifted by one for causal language models. In a regression the predictions count, and for several
-    labels per example ``(2 * labels - 1) * logits``.
-
-    With ``label_smoothing_factor`` the model never sees its labels: the utility ``gxd`` gives way to ``gxd_sketch``,
-    which needs none, with a warning.
+    Without options it is the method ``gxd``. For methods that look at the output, the model's ``logits`` and the
+    ``labels`` it is called with are observed, shifted by one for causal language models. In a regression the
+    predictions count, and for several labels per example ``(2 * labels - 1) * logits``.
 
     Args:
-        methods: as for :func:`gxd.attach`; none: :class:`gxd.ContinualBackprop`.
+        methods: as for :func:`gxd.attach`; none: the method ``gxd``.
         select, target: as for :meth:`gxd.Attachment.observe_output`, for models that return no ``logits``, or losses
             that the Trainer computes itself.
         resume_from: the folder whose ``gxd.pt`` training resumes with. Default: that of the checkpoint that ``train()``
             resumes from; False: begin with fresh statistics.
-        options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`. Without ``example_inputs`` or ``plan``, the
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs`` or ``plan``, the
             model is traced with two examples of the training data.
 
     Attributes:
@@ -56,7 +53,7 @@ class GxdCallback(TrainerCallback):
 
     def __init__(
         self,
-        *methods: Method,
+        *methods: Method | str,
         select: Take | None = None,
         target: Take | None = None,
         resume_from: str | Path | bool = True,
@@ -81,7 +78,6 @@ class GxdCallback(TrainerCallback):
                 self._session.forget()
         self._state = state
         _before_reporters(self, sys._getframe(1).f_locals.get("self"))
-        self._without_labels(args)
         model = unwrap(kwargs["model"])
         if state.global_step and self.resume_from is not False:
             self._session.load_state_dict(torch.load(self._file(args, state), map_location="cpu", weights_only=True))
@@ -90,7 +86,8 @@ class GxdCallback(TrainerCallback):
             inputs = on_device(_two_examples(kwargs["train_dataloader"], model), model)
         attached = self._session.begin(model, kwargs["optimizer"], inputs)
         try:
-            attached.observe_output(None, self._observed(model))
+            if self._session.needs_observe:
+                attached.observe_output(None, self._observed(model))
             _say_what_is_recomputed(attached)
         except BaseException:  # a warning may be an error
             self._session.end()
@@ -108,9 +105,9 @@ class GxdCallback(TrainerCallback):
                 labels = kwargs.get("labels") if self.target is None else self.target(args, kwargs, output)
                 if needs_target and labels is None:
                     raise ObservationError(
-                        "the model was called without labels, as the Trainer computes the loss itself: use a utility "
-                        "that needs none, GxdCallback(utility='gxd_sketch'), of swr the score 'attribution_sketch', or "
-                        "say GxdCallback(target=...)"
+                        "the model was called without labels, as the Trainer computes the loss itself: use a method "
+                        "that needs none, such as GxdCallback() or GxdCallback(gxd.method('continual_backprop', "
+                        "utility='gxd_sketch')), of swr the score 'attribution_sketch', or say GxdCallback(target=...)"
                     )
             except BaseException:
                 self._session.end()  # the Trainer does not tell callbacks of an error
@@ -118,17 +115,6 @@ class GxdCallback(TrainerCallback):
             return _arguments(logits, labels if needs_target else None, causal and self.target is None)
 
         return observed
-
-    def _without_labels(self, args: TrainingArguments) -> None:
-        session = self._session
-        unseen = bool(args.label_smoothing_factor) and self.target is None
-        if unseen and not session.methods and session.options.get("utility", "gxd") == "gxd":
-            session.options["utility"] = "gxd_sketch"
-            warn(
-                "with label_smoothing_factor the model does not see its labels: the utility 'gxd_sketch', which needs "
-                "none, takes the place of 'gxd'. GxdCallback(utility='gxd_sketch') says that it is meant",
-                ObservationWarning,
-            )
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> Path:
         folder = _resumed_from(args) or _folder(args, state)

@@ -15,7 +15,7 @@ from gxd.methods.registry import register_method
 from gxd.methods.unit_reset import UnitReset
 from gxd.plan.units import UnitPlan
 from gxd.reset.operator import Reset
-from gxd.select import ByAge, LowestRate, LowestSet
+from gxd.select import LowestRate, LowestSet
 from gxd.select.settings import OfPlan
 
 RANKINGS = ("absolute", "age")
@@ -40,12 +40,10 @@ def continual_backprop(
     positions: str = "signed",
     step_policy: str = "keep",
     ranking: str = "absolute",
-    exponent: float = 0.5,
     selection: str = "units",
 ) -> UnitReset:
     """The options are those of :class:`gxd.ContinualBackprop`."""
     arguments.choice("ranking", ranking, RANKINGS)
-    arguments.number("exponent", exponent, 0.0, 10.0)
     kind = SELECTIONS[arguments.choice("selection", selection, SELECTIONS)]
     selector = kind(replacement_rate, maturity, score_every)
     # One observation stands for score_every steps.
@@ -53,7 +51,7 @@ def continual_backprop(
         utility,
         selector,
         reset=Reset(compensate=compensate, step_policy=step_policy),
-        normalise=ByAge(exponent) if ranking == "age" else "none",
+        normalise="age" if ranking == "age" else "none",
         decay=arguments.decay(decay) ** score_every,
         positions=positions,
     )
@@ -84,10 +82,8 @@ class ContinualBackprop(Attachment):
             value; ``abs`` takes the absolute value at every position, as the paper seems to have done.
         step_policy: what becomes of Adam's ``step`` on a reset: ``keep`` or ``reset``.
         scaler, process_group, on_unobserved, on_reset: as for :func:`gxd.attach`.
-        ranking: ``absolute``: the units of lowest utility go, as in the paper. ``age``: those of lowest ``u / E[u |
-            age] ** exponent``, where the expectation is over the units of the same group and age: a newborn unit is
-            cheap to lose because its outgoing weights are still near zero, and is judged among its peers.
-        exponent: of the ranking by age.
+        ranking: ``absolute``: the units of lowest utility go, as in the paper. ``age``: those of lowest utility per
+            step that they have lived, ``u / age``, see :class:`gxd.ByAge`.
         selection: ``units``: those of lowest utility go. ``set``: those that are cheapest to reset together, see
             :class:`gxd.LowestSet`.
 
@@ -121,7 +117,6 @@ class ContinualBackprop(Attachment):
         process_group: Any = None,
         on_unobserved: str = "raise",
         ranking: str = "absolute",
-        exponent: float = 0.5,
         selection: str = "units",
         on_reset: OnReset | None = None,
     ) -> None:
@@ -135,7 +130,6 @@ class ContinualBackprop(Attachment):
             positions=positions,
             step_policy=step_policy,
             ranking=ranking,
-            exponent=exponent,
             selection=selection,
         )
         method.name = "continual_backprop"

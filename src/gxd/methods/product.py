@@ -33,7 +33,6 @@ SELECTIONS: dict[str, type[Selector]] = {
 def unit_reset(
     score: str = "gxd",
     normalise: str = "auto",
-    exponent: float = 0.5,
     selection: str = "lowest_rate",
     rate: float | None = None,
     maturity: int | None = None,
@@ -47,7 +46,7 @@ def unit_reset(
     calibrate: int | None = None,
     sharpness: float | None = None,
     center: float | None = None,
-    incoming: str = "fresh",
+    incoming: str | float = "fresh",
     offset: str = "zero",
     outgoing: float = 0.0,
     compensate: bool = True,
@@ -62,7 +61,7 @@ def unit_reset(
 
     Args:
         score: one of :func:`gxd.utilities`.
-        normalise: ``none``, ``layer_mean``, ``age`` (with ``exponent``), or ``auto``: what goes with the selection.
+        normalise: ``none``, ``layer_mean``, ``age``, or ``auto``: what goes with the selection.
         selection: ``lowest_rate`` and ``lowest_set`` (rate, maturity, score_every), ``threshold`` (threshold, every,
             most, maturity), ``lowest_fraction`` (fraction, every, anneal, maturity), ``silence_test`` (rejection, most,
             calibrate, every) or ``soft`` (every, sharpness, center, score_every): see :mod:`gxd.select`.
@@ -97,7 +96,7 @@ def unit_reset(
         score,
         selector,
         reset=Reset(incoming, offset, outgoing, compensate, memories, step_policy, blend),
-        normalise=normalisation(selector.normalise if normalise == "auto" else normalise, exponent),
+        normalise=normalisation(selector.normalise if normalise == "auto" else normalise),
         decay=decay,
         positions=positions,
     )

@@ -8,6 +8,7 @@ those of training without hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gxd.errors import ObservationError, ObservationWarning, warn
+from gxd.observe.backward import Backwards
 from gxd.observe.consumers import Site, register, replace_heads, replace_input, sites_of
 from gxd.observe.direction import Direction
 from gxd.observe.hooks import Begin, End, Hook, Owner, Unseen
@@ -25,7 +27,6 @@ from gxd.plan.units import UnitPlan
 
 _NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
-_muted: set[int] = set()  # models of which an output is differentiated: not the loss, so no observer counts it
 
 
 class Capture:
@@ -80,17 +81,19 @@ class Observer(Owner):
     Attributes:
         passes: one entry per forward pass since the last :meth:`clear`.
         active: captures only while True; the owner switches it off on steps that are not scored.
+        backwards: tells which backward passes count; None: the gradients of the loss are not kept.
         unseen: the hooks on modules that the plan does not know, by name.
         on_pass: called when a forward pass begins, active or not: the owner may use up what it can of the last ones.
     """
 
     fleeting = ("passes", "running", "over")
 
-    def __init__(self, model: nn.Module, plan: UnitPlan, loss_gradients: bool, on_pass: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, plan: UnitPlan, backwards: Backwards | None, on_pass: Callable[[], None]
+    ) -> None:
         self.active = True
         self.on_pass = on_pass
-        self.loss_gradients = loss_gradients
-        self.model = id(model)  # the same for all observers of a model
+        self.backwards = backwards
         self.passes: list[Pass] = []
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
@@ -155,12 +158,18 @@ class Observer(Owner):
             elif alias is source:
                 continue  # its gradient counts all its consumers already
             capture.aliases.append(alias)
-            if self.loss_gradients and alias.requires_grad:
-                alias.register_hook(lambda gradient, kept=capture.loss_gradients: self._keep(kept, gradient))
+            if self.backwards is not None and alias.requires_grad:
+                alias.register_hook(partial(self._keep, self.backwards, number, capture.loss_gradients))
 
-    def _keep(self, kept: list[Tensor], gradient: Tensor) -> None:
-        if self.model not in _muted:
+    def _keep(self, backwards: Backwards, view: int, kept: list[Tensor], gradient: Tensor) -> None:
+        if backwards.counts(view):
             kept.append(gradient.detach())
+
+    def void(self) -> None:
+        """The backward passes so far do not count."""
+        for one in self.passes:
+            for capture in one.values():
+                capture.loss_gradients.clear()
 
     def gradients(
         self, direction: Direction, passes: Sequence[Pass], stacked: bool = False, graph: bool = False
@@ -195,7 +204,6 @@ class Observer(Owner):
         stacked: bool = False,
         graph: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        _muted.add(self.model)
         try:
             return torch.autograd.grad(
                 output,
@@ -212,8 +220,6 @@ class Observer(Owner):
             for capture in (c for one in passes for c in one.values()):
                 capture.values()  # says so if it was changed in place
             raise
-        finally:
-            _muted.discard(self.model)
 
     def drop_unfinished(self) -> None:
         """Forget a pass whose forward raised."""
@@ -224,6 +230,8 @@ class Observer(Owner):
     def clear(self) -> None:
         self.passes = []
         self.running = self.over = False
+        if self.backwards is not None:
+            self.backwards.stepped()
 
     def close(self) -> None:
         for handle in (*self.handles, *self.unseen.values()):

@@ -33,6 +33,8 @@ class Producer:
         rows: ``(n,)`` row of each unit in the weight.
         bias_rows: ``(n,)`` entry of each unit in the bias.
         init: distribution of fresh incoming weights.
+        has_fan_in: whether an input of the layer is many numbers, so that a length of its rows means something. An
+            embedding reads one row of its table.
     """
 
     module: str
@@ -42,6 +44,7 @@ class Producer:
     rows: Tensor
     bias_rows: Tensor
     init: Init
+    has_fan_in: bool = True
 
     @cached_property
     def in_order(self) -> bool:
@@ -375,7 +378,8 @@ def _shortened(text: str, most: int) -> str:
 
 
 def _describe(group: Group) -> tuple[str, ...]:
-    producers = " & ".join(dict.fromkeys(p.module for p in group.producers))
+    own = " (no fan-in: always drawn as it began)"
+    producers = " & ".join(dict.fromkeys(p.module + ("" if p.has_fan_in else own) for p in group.producers))
     consumers = []
     for view in group.views:
         k = view.columns.shape[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gxd import arguments
+from gxd.reset import births
 
-INCOMING = ("fresh", "initial")
 OFFSETS = ("zero", "keep")
 MEMORIES = ("reset", "keep")
 STEP_POLICIES = ("keep", "reset")
@@ -21,8 +21,12 @@ class Reset:
     is written goes only so far from what it was to what a whole reset would write.
 
     Attributes:
-        incoming: weights, ``fresh``: drawn from the distribution that the layer began with; ``initial``: the values
-            that they had when the method was attached.
+        incoming: weights. ``"fresh"``: drawn from the distribution that the layer began with. ``"initial"``: the values
+            that they had when the method was attached. A number: a random direction of this length. ``"he"``: the
+            same with length ``sqrt(2)``, that of He's initialisation. A function ``(fresh, living, generator) ->
+            rows``: ``fresh`` is ``(n, fan_in)``, drawn as for ``"fresh"``; ``living`` is ``(m, fan_in)``, the rows of
+            the layer's other units; it returns the rows of the ``n`` newborn units. Embeddings have no fan-in: their
+            rows are always drawn fresh. So are layers with an initialiser of the plan's own (``init=``).
         offset: the incoming bias and the unit's entries in norms, ``zero``: the bias 0, gains 1, norm biases 0, running
             statistics 0 and 1; ``keep``: as they are.
         outgoing: what the outgoing weights are multiplied by: 0 zeroes them, 1 keeps them.
@@ -32,7 +36,7 @@ class Reset:
         blend: the largest amount, 1 for whole resets.
     """
 
-    incoming: str = "fresh"
+    incoming: str | float | births.Birth = "fresh"
     offset: str = "zero"
     outgoing: float = 0.0
     compensate: bool = True
@@ -41,7 +45,7 @@ class Reset:
     blend: float = 1.0
 
     def __post_init__(self) -> None:
-        arguments.choice("incoming", self.incoming, INCOMING)
+        births.check(self.incoming)
         arguments.choice("offset", self.offset, OFFSETS)
         arguments.number("outgoing", self.outgoing, 0.0, 1.0)
         arguments.switch("compensate", self.compensate)

@@ -14,10 +14,11 @@ from gxd import arguments
 from gxd.errors import PlanError
 from gxd.plan.layouts import Layout, NamedTensors, unwrap
 from gxd.plan.units import Consumer, Group, Producer, UnitPlan, tensor_names
+from gxd.reset import births
 from gxd.reset.operator import STEP_POLICIES, Reset
 from gxd.reset.optimizers import check_state, follow, trained_by
 from gxd.reset.writes import AlongAxis, Entries, InBlocks, Whole, Write, carry_out, read
-from gxd.sharded import reshard, sharded_modules
+from gxd.sharded import reshard, sharded_modules, whole
 
 Selection = list[tuple[Group, Tensor]]
 WHOLE = Reset()
@@ -201,7 +202,7 @@ def reset_writes(
     for group, index in selection:
         amount = far[group.name]
         for producer in group.producers:
-            writes.append(incoming(tensors, producer, index, generator, initial, amount))
+            writes.append(incoming(tensors, producer, index, generator, reset, initial, amount))
         if reset.offset == "zero":
             writes += offsets(tensors, group, index, amount)
     for group, index in (
@@ -262,10 +263,11 @@ def incoming(
     producer: Producer,
     index: Tensor,
     generator: torch.Generator,
+    reset: Reset,
     initial: Mapping[str, Tensor],
     amount: Tensor | None,
 ) -> Write:
-    """The incoming weights: as they began, if that is known, else fresh from the layer's initial distribution."""
+    """The incoming weights: as they began, if that is known, else as :attr:`gxd.Reset.incoming` says."""
     full, layout = tensors[producer.weight], producer.layout
     rows, _ = producer.rows_of(index)
     where = _slices(layout, "rows", rows)
@@ -279,8 +281,19 @@ def incoming(
     else:
         shape = torch.Size((index.shape[0], *layout.canonical_shape(full.shape)[2:]))
         fresh = producer.init.draw(shape, generator)
+        if reset.incoming != "fresh" and producer.has_fan_in:
+            living = _living(full, layout, rows) if births.needs_living(reset.incoming) else None
+            fresh = births.born(reset.incoming, fresh.flatten(1), living, generator).view(shape)
     fresh = fresh.to(full.device, full.dtype)
     return Write(full, where, fresh.transpose(0, 1) if layout.axis("rows") == 1 else fresh, amount=amount)
+
+
+def _living(full: Tensor, layout: Layout, rows: Tensor) -> Tensor:
+    """``(m, fan_in)`` the rows of a weight that are not reset."""
+    weight = layout.canonical(whole(full.detach())).flatten(0, 1).flatten(1)
+    others = torch.ones(len(weight), dtype=torch.bool)
+    others[rows.cpu()] = False
+    return weight[others.to(weight.device)].float().cpu()
 
 
 def offsets(tensors: Mapping[str, Tensor], group: Group, index: Tensor, amount: Tensor | None) -> list[Write]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gxd.checkpoint import mapped
 from gxd.errors import ObservationError
 from gxd.notices import Notices
+from gxd.observe.backward import Backwards
 from gxd.observe.captures import Gradients, Observer, Pass
 from gxd.observe.direction import Direction
 from gxd.plan.units import UnitPlan
@@ -61,7 +62,8 @@ class Scorer:
         self.scoring = Scoring(plan, utility, positions, decay, noise, processes)
         self.scoring.one = units.mean.new_ones(())
         self.sums: Sums = NOTHING
-        self.observer = Observer(model, plan, utility.gradient == "loss", self._pass_begins)
+        backwards = Backwards(tensors, weights_of(plan), self._void) if utility.gradient == "loss" else None
+        self.observer = Observer(model, plan, backwards, self._pass_begins)
         self.observer.warn_of(plan.unseen, model)
         self._scale: float | None = None  # of the loss, when this step's first pass began
 
@@ -149,12 +151,18 @@ class Scorer:
         if self.utility.gradient == "weights" and not sums.empty:
             weights = {p.weight for group in self.plan.groups for p in group.producers}
             sums = self.scoring.by_weights(sums, self.tensors, {name: self.tensors[name].grad for name in weights})
+        refused = self.observer.backwards is not None and self.observer.backwards.refused
         self.forget()
         if sums.empty:
-            return _nothing_seen(self.utility, seen, waiting)
+            return _nothing_seen(self.utility, seen, waiting, refused)
         units = self.scoring.close(self.units, sums, wait=self.units.birth.device.type == "cpu")
         self.warn_of_unreached(self.scoring.unreached(sums), units)
         return units
+
+    def _void(self) -> None:
+        """What the backward passes of this step have shown does not count: the gradients were zeroed since."""
+        self.sums = NOTHING
+        self.observer.void()
 
     def forget(self) -> None:
         """Drop what this step has shown so far."""
@@ -227,13 +235,28 @@ class Scorer:
             self.sums = mapped(sums, lambda tensor: tensor.to(device))
 
 
-def _nothing_seen(utility: Utility, seen: bool, waiting: bool) -> str:
+def weights_of(plan: UnitPlan) -> list[list[str]]:
+    """For each view, the names of the weights that its units are made of and read by."""
+    return [
+        [p.weight for p in group.producers] + [c.weight for c in view.consumers]
+        for group in plan.groups
+        for view in group.views
+    ]
+
+
+def _nothing_seen(utility: Utility, seen: bool, waiting: bool, refused: bool) -> str:
     """Why a step cannot be scored."""
     if utility.needs_observe:
         return (
             f"optimizer.step() without observe(): the utility {utility.name!r} needs "
             "cbp.observe(logits, target) between the "
             "forward pass and loss.backward(). The parameters were updated, no unit was scored or reset"
+        )
+    if waiting and refused:
+        return (
+            "optimizer.step() after torch.autograd.grad(): the utility reads the gradients that loss.backward() leaves, "
+            "for those of autograd.grad may be of another loss. Call loss.backward(), or choose a utility that is "
+            "observed, such as 'gxd_sketch'. The parameters were updated, no unit was scored or reset"
         )
     if waiting:
         return (

@@ -51,6 +51,7 @@ class Scoring:
         self.all_groups, self.all_views = list(range(len(plan.groups))), list(range(len(plan.views)))
         self.group_of = [group for group, numbers in enumerate(plan.views_of) for _ in numbers]
         self.widths = [reader.n for reader in self.readers]
+        self.sizes = [group.size for group in plan.groups]
         self.one: Tensor | None = None  # kept for the next step
 
     @torch.no_grad()
@@ -119,11 +120,22 @@ class Scoring:
         score, seen = sums.score, None
         if not sums.whole:
             score, seen = self._quotient(score, sums.score_count, self.plan.unit_slices)
+        if self.utility.relative:
+            score, seen = self._shares(score, seen, wait)
         if seen is None and state.utility_weight is state.mean_weight and sums.whole:  # one view each, always seen
             utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
         else:
             utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
         return updated(state, mean, utility, self._gram_ahead(state, sums), seen, wait)
+
+    def _shares(self, score: Tensor, seen: Tensor | None, wait: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores over the mean of their group, and which units were seen: not those of a group without any score."""
+        means = torch.cat([part.mean().expand(len(part)) for part in score.split(self.sizes)])
+        shown = means != 0
+        if not wait or not bool(shown.all()):
+            score, means = score.where(shown, 0.0), means.where(shown, 1.0)
+            seen = shown if seen is None else shown & seen
+        return score / means, seen
 
     def mean_scores(self, sums: Sums) -> tuple[Tensor, Tensor | None]:
         """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""

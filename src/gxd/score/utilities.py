@@ -92,6 +92,7 @@ class Utility:
     Attributes:
         function: from an observation to ``(units,)`` scores.
         gradient, curvature: that it needs, see :func:`register_utility`.
+        relative: whether scores are shares of their group, see :func:`register_utility`.
         effects: from an observation to ``(examples, units)`` signed effects, if the utility is made of them; then
             ``reduced`` makes scores of these.
     """
@@ -102,6 +103,7 @@ class Utility:
     effects: Callable[[Observation], Tensor] | None = None
     reduced: Callable[[Tensor], Tensor] | None = None
     curvature: bool = False
+    relative: bool = False
 
     @property
     def needs_observe(self) -> bool:
@@ -125,7 +127,12 @@ _Function = Callable[[Observation], Tensor]
 
 
 def register_utility(
-    name: str, *, gradient: str | None = None, effects: str | None = None, curvature: bool = False
+    name: str,
+    *,
+    gradient: str | None = None,
+    effects: str | None = None,
+    curvature: bool = False,
+    relative: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Add a utility under a name, usable as ``ContinualBackprop(..., utility=name)``.
 
@@ -142,6 +149,9 @@ def register_utility(
             ``(examples, units)``, the signed effect of a reset of each unit, and the score is the mean of its absolute
             value or its square. Selectors of sets (:class:`gxd.LowestSet`) need effects.
         curvature: whether ``view.c`` shall hold second derivatives, of the same output as the gradient: not of "loss".
+        relative: whether the scores of a step are divided by their mean over the group before they enter the running
+            average. Then a common factor says nothing: the reduction of the loss, a scaler, a loss that falls. In a
+            step in which all scores of a group are 0, the group is not scored.
 
     Example::
 
@@ -165,11 +175,12 @@ def register_utility(
         if not callable(function):
             raise TypeError(f"utility {name!r} must be a function of an Observation, got {type(function).__name__}")
         if effects is None:
-            _REGISTRY[name] = Utility(name, function, gradient, curvature=curvature)
+            _REGISTRY[name] = Utility(name, function, gradient, curvature=curvature, relative=relative)
         else:
             reduced = REDUCTIONS[effects]
             checked = partial(_checked_effects, name, function)
-            _REGISTRY[name] = Utility(name, lambda o: reduced(checked(o)), gradient, checked, reduced, curvature)
+            scored = lambda o: reduced(checked(o))  # noqa: E731
+            _REGISTRY[name] = Utility(name, scored, gradient, checked, reduced, curvature, relative)
         return function
 
     return add
@@ -243,16 +254,6 @@ def loss_gradient(o: Observation) -> Tensor:
     return _total([v.g.abs().mean((0, 1)) for v in o.views])
 
 
-@register_utility("taylor", gradient="loss")
-def taylor(o: Observation) -> Tensor:
-    """|sum over examples and positions of h dL/dh|, the first-order change of the loss if the unit were zero: the
-    criterion that pruning uses (Molchanov et al. 2017).
-
-    Effects on different examples cancel, so it depends on what one pass is: over micro-batches it is averaged.
-    """
-    return _total([(v.h * v.g).sum((0, 1)) for v in o.views]).abs()
-
-
 @register_utility("output_gradient", gradient="target")
 def output_gradient(o: Observation) -> Tensor:
     """E|sum over positions of dz_y/dh|: how much the output would follow the unit, however little it says now."""
@@ -263,6 +264,10 @@ def output_gradient(o: Observation) -> Tensor:
 def gxi(o: Observation) -> Tensor:
     """Gradient times input, sum over positions of h dz_y/dh: the effect of a reset to zero."""
     return _total([_over_positions(v.h * v.g) for v in o.views])
+
+
+# E|sum over positions of h dL/dh|: the criterion that pruning uses (Molchanov et al. 2017).
+register_utility("taylor", gradient="loss", effects="abs")(gxi)
 
 
 def _gxd(o: Observation) -> Tensor:
@@ -276,6 +281,8 @@ register_utility("gxd_sketch", gradient="sketch", effects="abs")(_gxd)
 # E[e^2] over labels y ~ p is dz' (diag p - p p') dz, dz the change of the logits: twice the KL divergence of the
 # predictions, to second order. One backward pass, and no target. Of observe(score=...) it is the squared effect.
 register_utility("gxd_kl", gradient="kl", effects="square")(_gxd)
+# The direction in which the training loss looks at the output, from the user's own backward pass.
+register_utility("gxd_loss", gradient="loss", effects="abs", relative=True)(_gxd)
 
 
 @register_utility("gxd_second_order", gradient="target", effects="abs", curvature=True)

@@ -10,21 +10,17 @@ from torch import Tensor
 from gxd import arguments
 from gxd.plan.units import UnitPlan
 from gxd.score.state import UnitState
-from gxd.select.age import AgeMeans, expected, with_units
 
 NORMALISATIONS = ("none", "layer_mean", "age")
 _TINY = 1e-9  # beside the mean of a layer in which all units are dead
-_EVERY = 10  # steps between two looks at what units of each age are worth
 
 
 class Normalise:
-    """The utilities as they are. Its state is plain data, and replaced; all that come with gxd have one form of it, so
-    that a checkpoint of one goes on with another.
-    """
+    """The utilities as they are. A subclass may keep a state of plain data, which is replaced and not written to."""
 
     def init(self, plan: UnitPlan, units: UnitState) -> Any:
         """The state before the first step."""
-        return AgeMeans.new(plan, units)
+        return ()
 
     def advance(self, plan: UnitPlan, units: UnitState, state: Any, due: bool) -> Any:
         """Another step has been taken; ``due``: units are about to be chosen. The device is not to be asked."""
@@ -45,28 +41,24 @@ class LayerMean(Normalise):
 
 
 class ByAge(Normalise):
-    """``u / E[u | age] ** exponent``, the expectation over the units of the same group and age: newborn units, whose
-    outgoing weights are still near zero, are cheap to lose only because they are new.
+    """``u / age``: the cost of a reset per step that the unit has lived.
+
+    A newborn unit is cheap to lose, because its outgoing weights are still near zero. Ranked by ``u`` alone, a rule may
+    reset the same newborns again and again, and never reach the old units. Divided by the age, the newborns of today
+    are spared until they have had their time.
     """
 
-    def __init__(self, exponent: float = 0.5) -> None:
-        self.exponent = arguments.number("exponent", exponent, 0.0, 10.0)
-
-    def advance(self, plan: UnitPlan, units: UnitState, state: AgeMeans, due: bool) -> AgeMeans:
-        return with_units(state, plan, units) if due or units.step % _EVERY == 0 else state
-
-    def __call__(self, plan: UnitPlan, units: UnitState, state: AgeMeans) -> UnitState:
-        utility, worth = _utility(units), expected(state, plan, units).pow_(self.exponent)
-        return _with_utility(units, torch.where(worth > 0, utility / worth, utility))
+    def __call__(self, plan: UnitPlan, units: UnitState, state: Any) -> UnitState:
+        utility = _utility(units)
+        return _with_utility(units, utility / units.ages().clamp(min=1).to(utility.dtype))
 
 
-def normalisation(name: str | Normalise, exponent: float = 0.5) -> Normalise:
+def normalisation(name: str | Normalise) -> Normalise:
     """The one of that name."""
     if isinstance(name, Normalise):
         return name
     arguments.choice("normalise", name, NORMALISATIONS)
-    by_age = ByAge(exponent)  # also where it is not used: a wrong exponent is wrong
-    return by_age if name == "age" else LayerMean() if name == "layer_mean" else Normalise()
+    return {"none": Normalise, "layer_mean": LayerMean, "age": ByAge}[name]()
 
 
 def _utility(units: UnitState) -> Tensor:

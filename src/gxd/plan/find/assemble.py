@@ -134,10 +134,9 @@ def _producers(engine: Engine, call: LayerCall, slots: Tensor) -> list[Producer]
     module = engine.modules[call.module]
     weight = engine.parameters[call.weight]
     init: Init = fit(weight, default_bound(module, weight))
-    return [
-        Producer(call.module, call.weight, call.bias, call.layout, call.rows[column], call.bias_rows[column], init)
-        for column in slots.unbind(1)
-    ]
+    places = [(call.rows[column], call.bias_rows[column]) for column in slots.unbind(1)]
+    fan_in = not isinstance(module, nn.Embedding)
+    return [Producer(call.module, call.weight, call.bias, call.layout, *place, init, fan_in) for place in places]
 
 
 def _has_consumer(engine: Engine) -> Tensor:

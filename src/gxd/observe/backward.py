@@ -1,0 +1,96 @@
+"""Which backward passes a step learns from: those whose gradients the optimizer will use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Stamp(NamedTuple):
+    """What a weight's ``grad`` was when a backward pass began: a tensor at a version, or None (-1)."""
+
+    weight: str
+    gradient: weakref.ref[Tensor] | None
+    version: int
+
+
+class Backwards:
+    """Tells the backward passes that train the units from all others that run through them.
+
+    An actor's loss runs through the critic, a gradient penalty through the discriminator, and a batch that a gradient
+    scaler skips through everything. The optimizer uses none of these gradients. Two rules find them:
+
+    1. A backward pass counts if it ends in the ``grad`` of the units' weights. One by ``torch.autograd.grad`` does not.
+    2. What earlier passes have shown is void once ``grad`` has been zeroed, or set to None, before the step.
+
+    Args:
+        tensors: parameters by name.
+        weights: for each view, the names of the weights that its units are made of and read by.
+        void: called when what earlier backward passes of this step have shown does not count.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], weights: Sequence[Sequence[str]], void: Callable[[], None]
+    ) -> None:
+        self.tensors, self.weights, self.void = tensors, weights, void
+        self.refused = False  # whether a backward pass of this step did not count
+        self._forced = False
+        self._stamps: list[Stamp] = []
+        self._running, self._counts = -1, False
+
+    def counts(self, view: int) -> bool:
+        """Whether the gradient that a running backward pass has just brought to a view counts."""
+        if self._forced:
+            return True
+        running = torch._C._current_graph_task_id()
+        if running != self._running:
+            name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
+            if name is None:  # frozen, as a critic is for its actor's loss
+                return False
+            self._running, self._counts = running, _accumulates(self.tensors[name])
+            self.refused |= not self._counts
+            if self._counts:
+                self._check()
+                gradient = self.tensors[name].grad
+                stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
+                self._stamps.append(Stamp(name, *stamp))
+        return self._counts
+
+    def stepped(self) -> None:
+        """An optimizer has used the gradients so far."""
+        self._stamps, self._running, self.refused = [], -1, False
+
+    @contextmanager
+    def forced(self) -> Iterator[None]:
+        """Within this context every backward pass counts: a trace takes the gradients of the loss by itself."""
+        self._forced = True
+        try:
+            yield
+        finally:
+            self._forced = False
+
+    def _check(self) -> None:
+        """Void what came before, if it did not stay in the gradients."""
+        if not all(map(self._holds, self._stamps)):
+            self._stamps = []
+            self.void()
+
+    def _holds(self, stamp: Stamp) -> bool:
+        gradient = self.tensors[stamp.weight].grad
+        if gradient is None or (stamp.gradient is not None and stamp.gradient() is not gradient):
+            return False
+        # A backward pass adds to it in place, once. Whatever else has written to it may have zeroed it.
+        return gradient._version <= stamp.version + 1 or bool(gradient.any())
+
+
+def _accumulates(weight: Tensor) -> bool:
+    """Whether the running backward pass ends in ``weight.grad``, as that of ``loss.backward()`` does."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node))
+    except RuntimeError:  # torch.autograd.grad returns the gradient by this weight
+        return False
