@@ -152,6 +152,8 @@ class Acting:
 
     def _hook(self) -> None:
         self._hooks = after_steps(self._optimizers[-1], self._after_step)
+        for optimizer in self._optimizers[:-1]:
+            self._hooks += after_steps(optimizer, self._between_steps)
         for optimizer in self._optimizers if self.acts_before_steps is not None else ():
             self._hooks += before_steps(optimizer, self._before_step)
         self._hooks.sort(key=lambda hook: not isinstance(hook, RemovableHandle))  # what made hooks possible goes last
@@ -172,6 +174,12 @@ class Acting:
                 part.keep(part.method.before_step(part.host, part.state))
             finally:
                 part.host.stepping = None
+
+    def _between_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Another optimizer than the last has stepped: the gradients that it used count, even if they are zeroed now."""
+        for part in self._parts:
+            if part.scorer is not None and part.scorer.observer.backwards is not None:
+                part.scorer.observer.backwards.stepped()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled optimizer.step stops here
@@ -305,7 +313,7 @@ class Acting:
     @property
     def own_hooks(self) -> tuple[Any, ...]:
         """What may hang on the model and on the optimizer without being foreign."""
-        return (self._after_step, *(part.scorer.observer for part in self._parts if part.scorer is not None))
+        return (self._after_step, self._between_steps, *(part.scorer.observer for part in self._parts if part.scorer is not None))
 
     @property
     def acts_before_steps(self) -> str | None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gxd.sharded import is_sharded
+
 
 class Stamp(NamedTuple):
     """What a weight's ``grad`` was when a backward pass began: a tensor at a version, or None (-1)."""
@@ -28,6 +30,9 @@ class Backwards:
     1. A backward pass counts if it ends in the ``grad`` of the units' weights. One by ``torch.autograd.grad`` does not.
     2. What earlier passes have shown is void once ``grad`` has been zeroed, or set to None, before the step.
 
+    FSDP2 puts other tensors into the graph than the sharded parameters that are seen here, so with it every backward
+    pass counts.
+
     Args:
         tensors: parameters by name.
         weights: for each view, the names of the weights that its units are made of and read by.
@@ -39,14 +44,15 @@ class Backwards:
     ) -> None:
         self.tensors, self.weights, self.void = tensors, weights, void
         self.refused = False  # whether a backward pass of this step did not count
-        self._forced = False
+        self._told: bool | None = None
+        self._sharded = any(is_sharded(tensors[name]) for names in weights for name in names)
         self._stamps: list[Stamp] = []
         self._running, self._counts = -1, False
 
     def counts(self, view: int) -> bool:
         """Whether the gradient that a running backward pass has just brought to a view counts."""
-        if self._forced:
-            return True
+        if self._told is not None or self._sharded:
+            return self._told is not False
         running = torch._C._current_graph_task_id()
         if running != self._running:
             name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
@@ -63,16 +69,18 @@ class Backwards:
 
     def stepped(self) -> None:
         """An optimizer has used the gradients so far."""
-        self._stamps, self._running, self.refused = [], -1, False
+        self._stamps, self._running = [], -1
 
     @contextmanager
-    def forced(self) -> Iterator[None]:
-        """Within this context every backward pass counts: a trace takes the gradients of the loss by itself."""
-        self._forced = True
+    def telling(self, counts: bool) -> Iterator[None]:
+        """Within this context backward passes count or do not: a trace takes all gradients by ``autograd.grad``, and
+        knows which are those of the loss.
+        """
+        before, self._told = self._told, counts
         try:
             yield
         finally:
-            self._forced = False
+            self._told = before
 
     def _check(self) -> None:
         """Void what came before, if it did not stay in the gradients."""

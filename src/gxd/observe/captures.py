@@ -232,6 +232,7 @@ class Observer(Owner):
         self.running = self.over = False
         if self.backwards is not None:
             self.backwards.stepped()
+            self.backwards.refused = False
 
     def close(self) -> None:
         for handle in (*self.handles, *self.unseen.values()):

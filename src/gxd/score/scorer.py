@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -172,13 +172,17 @@ class Scorer:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within this context, passes are captured by themselves: for a trace of the step."""
+        """Within this context, passes are captured by themselves: for a trace of the step, which says itself whose
+        gradients are the loss's.
+        """
         observer = self.observer
         before = (observer.passes, observer.active, observer.running, observer.over)
         observer.passes, observer.active, observer.running, observer.over = [], True, False, False
         on_pass, observer.on_pass = observer.on_pass, lambda: None
+        backwards = observer.backwards
         try:
-            yield
+            with nullcontext() if backwards is None else backwards.telling(False):
+                yield
         finally:
             observer.passes, observer.active, observer.running, observer.over = before
             observer.on_pass = on_pass
