@@ -217,27 +217,27 @@ class _Stream:
     def claims(self) -> Iterator[Verdict]:
         """Permuted MNIST, and Permuted digits as if it were."""
         for panel in (RELU, SILU, LEAKY, TANH, NORM):
-            yield self.keeps(panel, "gxd")
-        yield self.not_worse(RELU, "gxd", "contribution")
+            yield self.keeps(panel, "gxd_paper")
+        yield self.not_worse(RELU, "gxd_paper", "contribution")
         for method in ("contribution", "mc_adaptable_contribution"):
             for panel in (SILU, LEAKY):
                 yield self.degrades(panel, method)
-        yield self.beats(NORM, "gxd", "backprop", rescue=False)
+        yield self.beats(NORM, "gxd_paper", "backprop", rescue=False)
         for method in ("contribution", "mc_adaptable_contribution"):
             for panel in (SILU, LEAKY, TANH, NORM):
-                yield self.beats(panel, "gxd", method)
-        yield self.beats(NORM, "gxd", "loss_gradient")
+                yield self.beats(panel, "gxd_paper", method)
+        yield self.beats(NORM, "gxd_paper", "loss_gradient")
         yield self.beats(TANH, "mc_adaptable_contribution", "contribution")
         yield self.near_backprop(RELU)
-        yield self.not_worse(RELU, "gxi", "gxd")
+        yield self.not_worse(RELU, "gxi", "gxd_paper")
         for panel in (TANH, SILU, LEAKY):
-            yield self.beats(panel, "gxd", "gxi")
+            yield self.beats(panel, "gxd_paper", "gxi")
 
     def cifar_claims(self) -> Iterator[Verdict]:
         """Continuous CIFAR-100."""
         yield self.keeps(RELU, "backprop", alone=True)
         for method in ("contribution", "mc_adaptable_contribution"):
-            yield self.beats(RELU, "gxd", method, rescue=False)
+            yield self.beats(RELU, "gxd_paper", method, rescue=False)
 
     def keeps(self, panel: Panel, method: str, *, alone: bool = False) -> Verdict:
         claim = f"{paper.method_label(method)} keeps its plasticity"
@@ -301,7 +301,7 @@ class _Stream:
 
     def near_backprop(self, panel: Panel) -> Verdict:
         claim = "With ReLU, loss gradient ends nearer to backprop than to GXD"
-        members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd")]
+        members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd_paper")]
         here = [group for group in members if group is not None and _ready(group) and group.last().n > 1]
         if len(here) < 3:
             return self._say(claim, panel, members, "–", UNTESTED)
