@@ -224,6 +224,11 @@ def _checked(method: str, values: Mapping[str, Any], fields: bool) -> dict[str, 
     """
     info = gxd.methods()[registered(method)]
     known = _own(method, fields)
+    if values.get(RANKED.get(info.name, "")) == EXPECTED:
+        raise UserError(
+            f"{method} is ranked by {EXPECTED}, u / E[u | age], which gxd no longer has: such a run can be reported, "
+            "but not continued. For a new run choose age, which is u / age"
+        )
     for name in values:
         if name in info.options and name not in known:
             if name == "utility":
@@ -235,11 +240,6 @@ def _checked(method: str, values: Mapping[str, Any], fields: bool) -> dict[str, 
             raise UserError(f"{method} has no option {name!r}.{near(name, known)} {has}")
     hints = get_type_hints(info.make)
     values = {name: _typed(method, name, value, hints.get(name)) for name, value in values.items()}
-    if EXPECTED in values.values():
-        raise UserError(
-            f"an option of {method} is {EXPECTED}, the ranking by u / E[u | age]: gxd no longer has it, and its runs "
-            "can be reported but not continued. Use age, the ranking by u / age, for new runs"
-        )
     try:
         _made(method, values)
     except (TypeError, ValueError) as error:  # out of its range; only the method knows

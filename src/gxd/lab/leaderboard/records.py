@@ -149,10 +149,8 @@ def change_failures(out: Path, now: Mapping[str, str | None]) -> None:
 def change_by_stream(file: Path, kind: type[V], change: Callable[[ByStream[V]], ByStream[V]]) -> None:
     """Replace what a file says by what is made of it, and of what other processes have written to it meanwhile."""
     with held(file.parent):
-        changed = change(read_by_stream(file, kind))
-        write_json(
-            file, {name: {_on_disk(entry): value for entry, value in of.items()} for name, of in changed.items()}
-        )
+        changed = change(read_by_stream(file, kind)).items()
+        write_json(file, {name: {_on_disk(entry): value for entry, value in of.items()} for name, of in changed})
 
 
 def joined(one: ByStream[V], other: ByStream[V]) -> ByStream[V]:
