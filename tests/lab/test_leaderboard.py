@@ -23,7 +23,7 @@ from gxd.lab import methods, store, workers
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import slow_regression
 from gxd.lab.leaderboard import board as board_module
-from gxd.lab.leaderboard import cli, command, work
+from gxd.lab.leaderboard import cli, command, records, work
 from gxd.lab.leaderboard.board import Row, Standing, average_ranks
 from gxd.lab.leaderboard.entries import Entry, entries
 from gxd.lab.leaderboard.output import ranks_table
@@ -49,7 +49,7 @@ SMALL = Protocol(
     tuning_seeds=(100,),
     seeds=(0, 1, 2),
 )
-ENTRIES = ("backprop", "gxd", "dash", "full_reset")
+ENTRIES = ("backprop", "gxd_paper", "dash", "full_reset")
 IN_PROCESSES = workers.run_all
 RUN = ["run", "--entries", *ENTRIES]
 
@@ -126,7 +126,9 @@ def rows(out):
 
 
 def lines(out):
-    return [json.loads(line) for line in (out / "digest.jsonl").read_text().splitlines()]
+    """The digest, with the names that entries have on the board."""
+    found = [json.loads(line) for line in (out / "digest.jsonl").read_text().splitlines()]
+    return [{**line, "method": methods.shown(line["method"])} for line in found]
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -140,9 +142,46 @@ def test_every_entry_has_the_same_number_of_different_trials(track):
             assert len({track.config(values, 0).key() for values in tried}) == PROTOCOL.trials == 6, name
 
 
+def test_the_committed_runs_are_those_of_the_entries_as_they_are_now():
+    """Every trial of an entry that was on the board before is found by its key, and those of gxd as gxd_paper."""
+    committed = Path(__file__).parents[2] / "results/leaderboard"
+    known = records.read_digest(committed)
+    before = ("gxd_paper", "gxd_mature", "contribution", "redo", "unit_reset", "l2")
+    assert '"method": "gxd",' in (committed / "digest.jsonl").read_text()
+    for place in work.places(PROTOCOL, [entries()[name] for name in before]):
+        assert all(run.name in known for run in place.trials()), place.entry.name
+        assert {known[run.name].method for run in place.trials()} <= set(before)
+    assert {r.method for r in known.values()} <= set(entries()), "a method that left the board is in withdrawn.jsonl"
+
+
+def test_the_names_in_files_are_those_of_before(done):
+    digest = (done / "digest.jsonl").read_text().splitlines()
+    assert {json.loads(line)["method"] for line in digest} == {"backprop", "gxd", "dash", "full_reset"}
+    assert set(json.loads((done / "times.json").read_text())["digits"]) == {"backprop", "gxd", "dash", "full_reset"}
+    assert set(json.loads((done / "objections.json").read_text())["digits"]) == {
+        "backprop",
+        "gxd",
+        "dash",
+        "full_reset",
+    }
+    assert {method for _, method in rows(done)} >= {"gxd_paper", "gxd"} and rows(done)["digits", "gxd_paper"]["rank"]
+    assert not rows(done)["digits", "gxd"]["time_ratio"], "another rule, which was not run"
+
+
+def test_who_is_told_the_boundaries_is_said(done):
+    told = {method for (stream, method), row in rows(done).items() if stream == "digits" and row["told"] == "True"}
+    assert told >= {"dash", "full_reset", "hare_and_tortoise", "hare_and_tortoise+gxd", "shrink_and_perturb"}
+    assert not told & {"backprop", "gxd", "gxd_paper", "hare_and_tortoise_by_clock", "parseval+gxd", "redo"}
+    assert not any(row["told"] == "True" for (stream, _), row in rows(done).items() if stream == "regression")
+    head, line = [
+        text for text in (done / "board.md").read_text().splitlines() if text.startswith(("| method", "| full"))
+    ]
+    assert (head.split(" | ")[1], line.split(" | ")[1]) == ("told", "yes")
+
+
 def test_every_registered_method_is_an_entry():
     assert set(gxd.methods()) - set(entries()) == {"continual_backprop"}
-    assert {"backprop", "contribution", "gxd", "gxd_kl", "gxd_age", "gxd_mature", "random"} <= set(entries())
+    assert {"backprop", "contribution", "gxd_paper", "gxd_kl", "gxd_mature", "random"} <= set(entries())
     assert {"linear", "input_norm", "layer_norm", "crelu", "full_reset"} <= set(entries())
 
 
@@ -202,8 +241,8 @@ def test_the_numbers_are_those_of_a_naive_computation(done):
         assert (int(row["seeds"]), float(row["diverged"])) == (3, 0)
     ranks = stats.rankdata([-np.mean(values) for values in reached.values()])
     assert [float(rows(done)["digits", name]["rank"]) for name in reached] == pytest.approx(list(ranks))
-    gain = stats.ttest_rel(reached["gxd"], reached["backprop"]).confidence_interval(0.95)
-    row = rows(done)["digits", "gxd"]
+    gain = stats.ttest_rel(reached["gxd_paper"], reached["backprop"]).confidence_interval(0.95)
+    row = rows(done)["digits", "gxd_paper"]
     assert (float(row["gain_low"]), float(row["gain_high"])) == pytest.approx(tuple(gain), abs=1e-4)
 
 
@@ -215,10 +254,10 @@ def test_the_ranks_have_the_gain_and_the_rank_on_every_stream_marked_where_the_i
         Row("regression", "a", rank=2.0, gain=-0.0042, gain_low=-0.1, gain_high=0.1),
         Row("regression", "b", note="not on this stream: it has no boundaries"),
     )
-    standings = (Standing("a", 2, 1.5, 1.0, 2.0, 2.0, 1, 0), Standing("b", 1, 2.5, 2.0, 3.0, 2.5, 0, 1))
+    standings = (Standing("a", 2, 1.5, 1.0, 2.0, 2.0, 1, 0, True), Standing("b", 1, 2.5, 2.0, 3.0, 2.5, 0, 1, False))
     table = ranks_table(board_module.Board((digits, regression), rows, {}, standings))
-    assert table.columns[3:5] == ["digits", "regression"]
-    assert [row[3:5] for row in table.rows] == [
+    assert table.columns[4:6] == ["digits", "regression"]
+    assert [row[4:6] for row in table.rows] == [
         [Cell("+2.7", "rank 1", "good"), Cell("-0.004", "rank 2")],
         [Cell("-5.0", "rank 2.5", "bad"), Cell("–")],
     ]
@@ -241,7 +280,7 @@ def test_the_table_has_the_columns_that_others_rely_on(done):
     head = (done / "board.csv").read_text().splitlines()[0]
     assert head.startswith("stream,method,seeds,mean,low,high,diverged,time_ratio,")
     assert float(rows(done)["digits", "backprop"]["time_ratio"]) == 1
-    assert float(rows(done)["digits", "gxd"]["time_ratio"]) > 0
+    assert float(rows(done)["digits", "gxd_paper"]["time_ratio"]) > 0
 
 
 def test_a_method_that_a_stream_cannot_treat_has_a_row_that_says_why(done):
@@ -282,7 +321,7 @@ def test_a_board_goes_on_where_it_stopped_and_counts_nothing_twice(board, monkey
     trained = []
     monkeypatch.setattr(workers, "run_all", lambda jobs, *a, **k: trained.extend(jobs) or _here(jobs, *a, **k))
     assert command([*RUN, "--out", str(board)], SMALL) == 0
-    assert [(job.config.method, job.config.seed) for job in trained] == [("gxd", 1)]
+    assert [(job.config.method, job.config.seed) for job in trained] == [("gxd_paper", 1)]
     assert rows(board) == before
     drop = lambda text: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
     assert drop((board / "digest.jsonl").read_text()) == drop(digest)
@@ -292,7 +331,7 @@ def test_ranks_on_a_stream_that_is_under_way_do_not_count_for_those_over_all_str
     digest = [json.loads(line) for line in (board / "digest.jsonl").read_text().splitlines()]
     for stage in ("tuning", "report"):
         shutil.rmtree(board / stage)
-    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]
+    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]  # gxd_paper on disk
     (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
     assert command(["show", str(board)], SMALL) == 0
     standings = list(csv.DictReader((board / "ranks.csv").read_text().splitlines()))
@@ -303,15 +342,15 @@ def test_a_gain_on_a_stream_that_does_not_count_is_not_counted(board):
     digest = lines(board)
     for stage in ("tuning", "report"):
         shutil.rmtree(board / stage)
-    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]
+    few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd_paper")]
     for record in few:
         if (record["stream"], record["stage"]) == ("regression", "report"):
-            loss = (1 if record["method"] == "gxd" else 2) + record["seed"] / 1000  # gxd is the better, on every seed
+            loss = (1 if record["method"] == "gxd_paper" else 2) + record["seed"] / 1000  # the better, on every seed
             record |= {"status": "done", "mean": loss, "last": loss}
     (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
     assert command(["show", str(board)], SMALL) == 0
     found = rows(board)
-    assert float(found["regression", "gxd"]["gain_low"]) > 0
+    assert float(found["regression", "gxd_paper"]["gain_low"]) > 0
     for row in csv.DictReader((board / "ranks.csv").read_text().splitlines()):
         digits = found["digits", row["method"]]
         assert int(row["better"]) == (float(digits["gain_low"]) > 0), row["method"]
@@ -441,10 +480,10 @@ def test_what_another_process_writes_to_a_board_meanwhile_is_kept(board, monkeyp
     change = {"elsewhere": {"theirs": "it cannot"}}
     monkeypatch.setattr(work, "objection", meanwhile("objections.json", change, work.objection))
     monkeypatch.setattr(workers, "run_all", meanwhile("failures.json", {"theirs": "it raised"}, _here))
-    assert command(["run", "--entries", "gxd", "--streams", "digits", "--out", str(board)], SMALL) == 0
+    assert command(["run", "--entries", "gxd_paper", "--streams", "digits", "--out", str(board)], SMALL) == 0
     read = {name: json.loads((board / f"{name}.json").read_text()) for name in ("times", "objections", "failures")}
-    assert read["times"]["elsewhere"] == {"theirs": 2.0} and read["times"]["digits"]["gxd"]
-    assert read["objections"]["elsewhere"] == {"theirs": "it cannot"} and "gxd" in read["objections"]["digits"]
+    assert read["times"]["elsewhere"] == {"theirs": 2.0} and read["times"]["digits"]["gxd_paper"]
+    assert read["objections"]["elsewhere"] == {"theirs": "it cannot"} and "gxd_paper" in read["objections"]["digits"]
     assert read["failures"] == {"theirs": "it raised"}
 
 
@@ -533,7 +572,7 @@ def test_a_method_that_misbehaves_is_a_row_that_says_so(own, board, tmp_path, ca
     assert add(own(body), board, tmp_path) == 1
     found = rows(tmp_path / "mine")
     assert found["digits", "mine"]["note"] == f"not on this stream: {why}"
-    assert found["digits", "gxd"]["rank"]
+    assert found["digits", "gxd_paper"]["rank"]
     assert why in capsys.readouterr().out
 
 
@@ -793,7 +832,7 @@ def test_a_file_that_cannot_be_used_is_one_line(own, board, tmp_path, text, why)
         add(tmp_path / "mine.txt", board, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["backprop", "gxd_age", "crelu", "contribution", "activation"])
+@pytest.mark.parametrize("name", ["backprop", "gxd_paper", "crelu", "contribution", "activation"])
 def test_the_name_of_a_control_or_a_utility_is_there_already(own, board, tmp_path, name):
     with pytest.raises(UserError, match=f"'{name}', which is there already"):
         add(own(FINE, name=name), board, tmp_path)
@@ -859,7 +898,7 @@ def test_a_run_whose_files_are_damaged_is_missing_and_the_others_stay_on_the_boa
     (board / "digest.jsonl").unlink()
     assert command(["show", str(board)], SMALL) == 0
     found = rows(board)
-    assert found["digits", "gxd"]["note"] == "missing: 1 of 3 seeds" and found["digits", "backprop"]["rank"]
+    assert found["digits", "gxd_paper"]["note"] == "missing: 1 of 3 seeds" and found["digits", "backprop"]["rank"]
     assert f"{path.name}" in capsys.readouterr().err
     assert command([*RUN, "--streams", "digits", "--out", str(board)], SMALL) == (1 if spoil == "status.json" else 0)
 

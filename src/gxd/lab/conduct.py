@@ -4,7 +4,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +18,14 @@ EXAMPLES = "the examples that are learned"
 
 
 class Conduct:
-    """How all that is not a method's to change was before the method was attached.
+    """How all that is not a method's to change was before the methods were attached.
 
-    It may write to the parameters that are trained, to what the optimizer remembers of them, and to what its
-    ``also_changes`` names.
+    They may write to the parameters that are trained, to what the optimizer remembers of them, and to what their
+    ``also_changes`` name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, method: gxd.Method | None) -> None:
-        self._model, self._optimizer, self._method = model, optimizer, method
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, methods: Sequence[gxd.Method]) -> None:
+        self._model, self._optimizer, self._methods = model, optimizer, methods
         self._before = self._fixed()
 
     def broken(self) -> str:
@@ -35,7 +35,7 @@ class Conduct:
 
     def _fixed(self) -> dict[str, Any]:
         """In words -> what can be compared. It is cheap, for it is asked for at every task."""
-        if self._method is None:
+        if not self._methods:
             return {}
         model, groups = self._model, self._optimizer.param_groups
         fixed: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Conduct:
             "torch's default dtype": torch.get_default_dtype(),
             "whether torch computes gradients": torch.is_grad_enabled(),
         }
-        if "requires_grad" not in self._method.also_changes:
+        if not any("requires_grad" in method.also_changes for method in self._methods):
             fixed["requires_grad of parameters"] = [p.requires_grad for p in model.parameters()]
         return fixed
 

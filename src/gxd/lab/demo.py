@@ -47,16 +47,11 @@ from gxd.lab.experiments.base import Activation
 from gxd.lab.experiments.permuted_digits import PermutedDigits
 from gxd.lab.progress import Board, clock
 from gxd.lab.report.digest import window
-from gxd.lab.report.paper import method_name
 from gxd.lab.selection import table
 from gxd.lab.store import read_metrics
 from gxd.lab.workers import Job, settled, status_of
 
-METHODS: dict[str, dict[str, Any]] = {
-    **{method: {"method": method} for method in ("backprop", "contribution", "gxd")},
-    "gxd by age": {"method": "gxd", "options": {"ranking": "age"}},
-    "random": {"method": "random"},
-}
+METHODS = ("backprop", "contribution", "gxd_paper", "gxd", "random")
 ACTIVATION: Activation = "tanh"
 NETWORK: dict[str, Any] = {"width": 32, "depth": 3}
 LR, RATE, TASKS, SEEDS = 0.2, 1e-3, 60, (0, 1, 2)
@@ -85,9 +80,9 @@ def configs(quick: bool = False) -> list[Experiment]:
     """The runs of the demo: every method on the first seed, then on the next."""
     size: dict[str, Any] = {"tasks": 4, "epochs": 1} if quick else {"tasks": TASKS}
     return [
-        PermutedDigits(**fields, activation=ACTIVATION, lr=LR, rate=RATE, seed=seed, **NETWORK, **size)
+        PermutedDigits(method=method, activation=ACTIVATION, lr=LR, rate=RATE, seed=seed, **NETWORK, **size)
         for seed in (SEEDS[:1] if quick else SEEDS)
-        for fields in METHODS.values()
+        for method in METHODS
     ]
 
 
@@ -144,7 +139,7 @@ def _train(jobs: Sequence[Job], root: Path, options: Options) -> int:
 
 
 def _name(config: Experiment) -> str:
-    return f"{method_name(config.to_dict())}, seed {config.seed}"
+    return f"{config.method}, seed {config.seed}"
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,8 @@ def results(runs: Sequence[Experiment], root: Path) -> list[Result]:
     """The methods of the demo in numbers, from the run directories."""
     width = window(runs[0].tasks)
     found = []
-    for method in dict.fromkeys(method_name(config.to_dict()) for config in runs):
-        mine = [config for config in runs if method_name(config.to_dict()) == method]
+    for method in dict.fromkeys(config.method for config in runs):
+        mine = [config for config in runs if config.method == method]
         alive = [config for config in mine if status_of(config, root).get("status") == "done"]
         curves = [[line["test_accuracy"] for line in read_metrics(c.run_directory(root))] for c in alive]
         first = fmean(fmean(curve[:width]) for curve in curves) if curves else None

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 import gxd
+from gxd.lab import methods
 from gxd.lab.errors import Elsewhere
 from gxd.lab.experiments import Experiment, experiment
 
@@ -191,7 +192,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_config(path: Path) -> Experiment:
     """The config of the run in a directory."""
     record = _record(path)
-    return experiment(str(record.get("experiment"))).from_dict(record["config"])
+    return experiment(str(record.get("experiment"))).from_dict(methods.from_disk(record["config"]))
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import gxd
-from gxd.lab import metrics
+from gxd.lab import methods, metrics
 from gxd.lab.conduct import EXAMPLES, MAY_NOT, Conduct
 from gxd.lab.errors import UserError, first_line
 from gxd.lab.experiments import Experiment
 from gxd.lab.steps import Step, make_step
 from gxd.lab.streams import Batch, Stream, Task, generator
 
+CLOCKS = ("every", "at")  # options that let a method go by the clock where there are no boundaries
 PROBE = 1000  # test examples that the metrics of the network are measured on
 
 
@@ -27,29 +28,30 @@ class Training:
 
     def __init__(self, config: Experiment, stream: Stream, device: torch.device) -> None:
         self.config = config = config.resolved()
-        method = config.plasticity()
-        if method is not None and not config.boundaries and waits_for_boundaries(method):
-            known = gxd.methods()[config.method].options
-            clock = next((f", or --options {option}=1000" for option in ("every", "at") if option in known), "")
+        made = config.plasticity()
+        waiting = [method.name for method in made if waits_for_boundaries(method)]
+        if waiting and not config.boundaries:
+            clock = clock_of(config.method, waiting[0])
+            other = f", or --options {clock}=1000" if clock else ""
             raise UserError(
-                f"{config.method} acts between tasks, and {config.name} has none: choose another method{clock}"
+                f"{waiting[0]} acts between tasks, and {config.name} has none: choose another method{other}"
             )
         assert config.lr is not None
         try:
             model = config.build(stream)
-            if config.method == "plasticity_injection":
+            if "plasticity_injection" in methods.parts(config.method):
                 model = gxd.injectable(model, "head")
             self.model = model.to(device)
             self.optimizer = _optimizer(config, self.model)
             self.plan = config.units(self.model, torch.zeros(2, *stream.input_shape, device=device))
-            self.conduct = Conduct(self.model, self.optimizer, method)
+            self.conduct = Conduct(self.model, self.optimizer, made)
             self.attached: gxd.Attachment | None = None
-            if method is not None:
+            if made:
                 self.attached = gxd.attach(
                     self.model,
                     self.optimizer,
-                    method,
-                    plan=self.plan if method.needs_units else None,
+                    *made,
+                    plan=self.plan if any(method.needs_units for method in made) else None,
                     # Not the model's seed: fresh weights would repeat the first ones.
                     seed=generator(config.seed, "resets").initial_seed(),
                 )
@@ -147,6 +149,13 @@ def _optimizer(config: Experiment, model: nn.Module) -> torch.optim.Optimizer:
 def waits_for_boundaries(method: gxd.Method) -> bool:
     """Whether it acts when a task ends; an event may go by the clock instead, ``every`` so many steps."""
     return type(method).at_boundary is not gxd.Method.at_boundary and getattr(method, "every", 0) == 0
+
+
+def clock_of(method: str, part: str) -> str | None:
+    """The option by which a part of a method goes by the clock; None if it cannot."""
+    several = len(methods.parts(method)) > 1
+    names = [f"{part}.{clock}" if several else clock for clock in CLOCKS]
+    return next((name for name in names if name in methods.defaults(method)), None)
 
 
 @dataclass(frozen=True)

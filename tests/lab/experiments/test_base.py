@@ -3,10 +3,12 @@
 import json
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from gxd.lab import experiments
+import gxd
+from gxd.lab import experiments, methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS, experiment
 from gxd.lab.experiments.cifar100 import Cifar100
@@ -21,7 +23,7 @@ def test_permuted_mnist_is_the_papers_table() -> None:
     assert (config.momentum, config.weight_decay, config.maturity, config.decay) == (0.0, 0.0, 100, 0.99)
     chosen = {
         (method, activation): (c.lr, c.rate)
-        for method in ("backprop", "contribution", "gxd")
+        for method in ("backprop", "contribution", "gxd_paper")
         for activation in ("relu", "tanh", "silu", "leaky_relu")
         for c in [PermutedMNIST(method=method, activation=activation, paper=True).resolved()]
     }
@@ -31,7 +33,7 @@ def test_permuted_mnist_is_the_papers_table() -> None:
 
 
 def test_cifar100_is_the_papers_table() -> None:
-    config = Cifar100().resolved()
+    config = Cifar100(method="gxd_paper").resolved()
     assert (config.tasks, config.epochs, config.batch_size, config.maturity) == (500, 200, 100, 1000)
     assert (config.lr, config.momentum, config.weight_decay, config.rate) == (0.1, 0.9, 0.0, 1e-4)
     assert config.residual == "group"
@@ -61,7 +63,7 @@ def test_every_setting_that_changes_the_numbers_changes_the_key_and_no_other_doe
         "method": "gxi", "activation": "silu", "tasks": 7, "epochs": 3, "batch_size": 5, "lr": 0.7, "momentum": 0.5,
         "weight_decay": 0.1, "rate": 0.5, "maturity": 3, "decay": 0.5, "compensate": False, "score_every": 4,
         "positions": "abs", "seed": 9, "compile": "no", "device": "cuda", "threads": 3, "layer_norm": True, "width": 9,
-        "depth": 2, "data_dir": "b", "options": ("ranking=age",), "optimizer": "adam", "init": "default",
+        "depth": 2, "data_dir": "b", "options": ("incoming=he",), "optimizer": "adam", "init": "default",
         "input_norm": "ema", "network": "linear", "paper": True,
     }  # fmt: skip
     assert set(other) == {f.name for f in fields(base)}
@@ -72,14 +74,57 @@ def test_every_setting_that_changes_the_numbers_changes_the_key_and_no_other_doe
 
 
 def test_the_keys_of_runs_that_were_made_before_there_were_other_streams_and_methods_stay() -> None:
-    assert PermutedDigits().key() == "f6838c0ec9"
-    assert PermutedMNIST(lr=0.3).key() == "b1843ab467"
+    assert PermutedDigits(method="gxd_paper").key() == "f6838c0ec9"
+    assert PermutedMNIST(method="gxd_paper", lr=0.3).key() == "b1843ab467"
     assert Cifar100(method="backprop").key() == "c0fd80b321"
     new = {"options", "optimizer", "init", "input_norm", "network", "paper"}
     for kind in (PermutedDigits, PermutedMNIST, Cifar100):
         assert not new & set(kind().settings())
     other = PermutedDigits(method="redo", options=("every=5",), optimizer="adam", network="linear").settings()
     assert new & set(other) == {"options", "optimizer", "network"} and other["options"] == {"every": 5}
+
+
+DIGEST = Path(__file__).parents[3] / "results/digest.jsonl"
+
+
+def test_every_committed_run_has_the_key_that_it_was_stored_with() -> None:
+    """The keys of one run of each kind are literal: whoever makes the digest again cannot change them."""
+    found = [json.loads(line) for line in DIGEST.read_text().splitlines()]
+    assert {line["key"] for line in found} >= {"0b089cb8d3", "a28fec2949", "240c0eb4ca", "37e29767e3"}
+    assert {line["config"]["method"] for line in found} >= {"gxd", "gxd_sketch", "backprop"}
+    for line in found:
+        config = experiment(line["experiment"]).from_dict(methods.from_disk(line["config"]))
+        assert config.key() == line["key"], line["config"]
+        assert config.method == {"gxd": "gxd_paper"}.get(line["config"]["method"], line["config"]["method"])
+
+
+def test_the_two_rules_by_the_name_of_gxd_are_never_the_same_run() -> None:
+    ours, papers = PermutedDigits(method="gxd"), PermutedDigits(method="gxd_paper")
+    assert ours.settings()["method"] == "gxd_loss_per_step" and papers.settings()["method"] == "gxd"
+    assert PermutedDigits() == ours and ours.run_directory("runs") != papers.run_directory("runs")
+    by_age = replace(papers, options=("ranking=age",))
+    assert by_age.settings()["options"] == {"ranking": "per_step"}  # in runs of before, age is another rule
+    assert by_age.key() != "0b163378b7"
+    with pytest.raises(UserError, match="can be reported, but not continued"):
+        PermutedDigits.from_dict(methods.from_disk({"method": "gxd", "options": {"ranking": "age"}}))
+
+
+def test_the_settings_of_resets_are_fields_of_gxd_and_options_of_gxd_beside_others() -> None:
+    (made,) = PermutedDigits(rate=0.5, maturity=7, decay=0.5, compensate=False, positions="abs").plasticity()
+    assert (made.selector.rates.default, made.selector.maturities.default) == (0.5, 7)
+    assert (made.decay, made.reset.compensate, made.positions) == (0.5, False, "abs")
+    assert PermutedMNIST().resolved().rate == gxd.methods()["gxd"].options["replacement_rate"]
+    both = PermutedDigits(method="parseval+gxd", options=("gxd.replacement_rate=0.5",))
+    assert [method.name for method in both.plasticity()] == ["parseval", "gxd"]
+    assert both.plasticity()[1].selector.rates.default == 0.5
+    assert replace(both, rate=0.1, maturity=5).key() == both.key()
+    assert replace(both, method="gxd+parseval").key() != both.key(), "they act in this order"
+    with pytest.raises(UserError, match=r"with parseval\+gxd write --options gxd.replacement_rate=VALUE"):
+        replace(both, rate=0.1).check_used()
+    with pytest.raises(UserError, match="redo has other --options"):
+        PermutedDigits(method="redo", rate=0.1).check_used()
+    with pytest.raises(UserError, match="backprop has no resets"):
+        PermutedDigits(method="backprop", maturity=1).check_used()
 
 
 def test_what_a_run_does_not_use_does_not_tell_it_apart() -> None:
@@ -91,7 +136,7 @@ def test_what_a_run_does_not_use_does_not_tell_it_apart() -> None:
         assert twin.key() == redo.key() != replace(redo, options=("every=6",)).key()
     linear = PermutedDigits(method="l2_init", network="linear")
     assert replace(linear, activation="tanh", width=5, depth=9).key() == linear.key()
-    assert PermutedDigits(method="continual_backprop").key() == PermutedDigits(method="gxd").key()
+    assert PermutedDigits(method="continual_backprop").key() == PermutedDigits(method="gxd_paper").key()
     plain = Cifar100(method="backprop")
     assert replace(plain, residual="skip").key() == plain.key()
     assert Cifar100(residual="skip").key() != Cifar100().key()
@@ -100,7 +145,10 @@ def test_what_a_run_does_not_use_does_not_tell_it_apart() -> None:
 
 
 def test_seeds_of_one_setting_are_siblings() -> None:
-    paths = [PermutedDigits(activation="silu", layer_norm=True, seed=s).run_directory("runs") for s in (0, 1)]
+    paths = [
+        PermutedDigits(method="gxd_paper", activation="silu", layer_norm=True, seed=s).run_directory("runs")
+        for s in (0, 1)
+    ]
     assert paths[0].parent == paths[1].parent and paths[0] != paths[1]
     assert paths[1].name == "seed1"
     assert paths[0].parent.name.startswith("gxd_silu_layernorm_lr0.1_rate0.001_")
@@ -109,10 +157,10 @@ def test_seeds_of_one_setting_are_siblings() -> None:
 
 @pytest.mark.parametrize("cls", EXPERIMENTS.values())
 def test_a_config_survives_json(cls) -> None:
-    config = cls(method="gxd_sketch", options=("ranking=age", "exponent=1"), lr=1, seed=4)
+    config = cls(method="gxd_sketch", options=("ranking=age", "selection=units"), lr=1, seed=4)
     assert cls.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert replace(config, lr=1.0).key() == config.key()
-    assert cls.from_dict(config.settings()).resolved() == config.resolved()
+    assert cls.from_dict(methods.from_disk(config.settings())).resolved() == config.resolved()
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not() -> None:

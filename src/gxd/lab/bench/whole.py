@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import gxd
-from gxd.lab import models, run
+from gxd.lab import methods, models, run
 from gxd.lab.bench.measure import Row, Timing, Verdict, compare, synchronize, take_turns
 from gxd.lab.bench.memory import allocations
 from gxd.lab.bench.suites import Scope, mlp_setting
@@ -86,7 +86,7 @@ def loop(scope: Scope) -> Iterator[list[Row]]:
             {"method": method, "compile": fuse, "device": scope.device, "tasks": 2, "threads": torch.get_num_threads()}
         )
         for fuse in ("no", "yes")
-        for method in ("backprop", "gxd")
+        for method in ("backprop", methods.PAPER)
     }
     blocks = scope.choose({name: partial(_last_task, config, scope.clock) for name, config in configs.items()})
     timings = take_turns(blocks, scope.repeats(3), {name: Timing() for name in blocks})

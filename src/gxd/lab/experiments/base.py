@@ -28,7 +28,7 @@ Activation = Literal["relu", "silu", "leaky_relu", "tanh", "crelu"]
 E = TypeVar("E", bound="Experiment")
 
 RESETS = ("rate", "maturity", "decay", "compensate", "score_every", "positions")
-"""Fields that only continual_backprop uses, with whichever utility."""
+"""Fields that only gxd and continual_backprop use, the latter with whichever utility."""
 # What these were before they were fields. An experiment that has the same defaults leaves them out of its settings, so
 # that runs of before keep their keys; such a default must never change.
 BEFORE = {"optimizer": "sgd", "options": {}, "network": "mlp", "init": "glorot", "input_norm": "none", "paper": False}
@@ -67,11 +67,12 @@ class Experiment:
     boundaries: ClassVar[bool] = True
 
     method: str = "gxd"
-    """Plain backprop; a utility that picks the units to reset (activation, contribution, gxd, ..., random), which is
-    short for continual_backprop with it; or any other method. `gxd run` lists them all.
-    Paper: backprop, contribution, mc_adaptable_contribution, loss_gradient and gxd."""
+    """gxd; plain backprop; a utility that picks the units to reset (activation, contribution, ..., random), which is
+    short for continual_backprop with it; any other method, which `gxd run` lists; or several, as in parseval+gxd.
+    Paper: backprop, contribution, mc_adaptable_contribution, loss_gradient and gxd_paper."""
     options: tuple[str, ...] = ()
-    """Options of the method, NAME=VALUE, as in --options threshold=0.05 every=500; `gxd run` lists them."""
+    """Options of the method, NAME=VALUE, as in --options threshold=0.05 every=500; `gxd run` lists them. Of several
+    methods METHOD.NAME=VALUE, as in --options parseval.strength=1e-3 gxd.replacement_rate=1e-4."""
     activation: Activation = "relu"
     """The non-linearity. crelu is [relu(x), relu(-x)], in a network narrowed to as many parameters as without.
     Paper: relu, silu, leaky_relu and tanh."""
@@ -97,8 +98,8 @@ class Experiment:
     """Weight decay, added to the gradient.
     Paper: 0."""
     rate: float | None = None
-    """Replacement rate: the share of the mature units reset per step. None: the paper's choice. Backprop: 0.
-    This and the next five are of continual_backprop alone; other methods have --options.
+    """Replacement rate: the share of the mature units reset per step. None: 1e-3 for gxd, the paper's choice for the
+    others. Backprop: 0. This and the next five are of gxd and of utilities; other methods have --options.
     Paper: 1e-4 for relu and tanh, 1e-3 for silu and leaky_relu, the best of {1e-5, 1e-4, 1e-3}."""
     maturity: int = 100
     """Steps before a new unit may be reset.
@@ -126,7 +127,7 @@ class Experiment:
     """CPU threads of torch; small networks train fastest with 1. None: as many as torch likes."""
 
     def __post_init__(self) -> None:
-        check_name(self.method, methods.names(), "method")
+        methods.check(self.method)
         object.__setattr__(self, "options", methods.canonical(self.method, self.options))
         check_fields(self)
         if self.optimizer == "adam" and self.momentum not in (0.0, self._default("momentum")):
@@ -163,7 +164,7 @@ class Experiment:
         raise NotImplementedError
 
     def default_rate(self) -> float:
-        """The replacement rate that ``rate=None`` stands for, when there are resets."""
+        """The replacement rate that ``rate=None`` stands for, when continual_backprop resets units."""
         return 1e-4
 
     @property
@@ -191,22 +192,28 @@ class Experiment:
         """The same run with every value spelled out, and the defaults of all that is not used, so that the cells of a
         grid that are one run are equal.
         """
-        changes, utility, made = self._unused(), methods.utility_of(self.method), self.plasticity()
-        if utility is not None:
-            changes["method"] = utility
+        changes = {**self._unused(), "method": methods.canonical_name(self.method), "rate": self._rate()}
         if self.lr is None:
             changes["lr"] = self.default_lr()
-        if self.rate is None or utility is None:
-            changes["rate"] = 0.0 if utility is None else self.default_rate()
         if self.compile == "auto":
             # By the config alone, so that every machine and every resume takes the same path.
-            rewrites = made is not None and type(made).before_step is not gxd.Method.before_step
+            rewrites = any(type(made).before_step is not gxd.Method.before_step for made in self.plasticity())
             changes["compile"] = "yes" if self.steps >= COMPILE_FROM and not rewrites else "no"
         return replace(self, **changes)
 
+    def _rate(self) -> float:
+        """The replacement rate; 0 for a method to which the field means nothing."""
+        if not methods.has_fields(self.method):
+            return 0.0
+        if self.rate is not None:
+            return self.rate
+        if self.method == "gxd":  # of which the paper says nothing
+            return float(methods.defaults("gxd")["replacement_rate"])
+        return self.default_rate()
+
     def _unused(self) -> dict[str, Any]:
         """The fields that this run does not use -> their defaults."""
-        unused = () if methods.utility_of(self.method) is not None else RESETS
+        unused = () if methods.has_fields(self.method) else RESETS
         return {name: self._default(name) for name in (*unused, *(["momentum"] if self.optimizer == "adam" else []))}
 
     def used(self: E) -> E:
@@ -217,18 +224,26 @@ class Experiment:
         """Raise :class:`UserError` for a setting of resets that the method does not have; a grid leaves it out."""
         for name, default in self._unused().items():
             if name in RESETS and getattr(self, name) not in (default, 0.0 if name == "rate" else default):
-                has = "has no resets" if self.method == "backprop" else "has --options instead, which `gxd run` lists"
-                raise UserError(f"--{name.replace('_', '-')} is a setting of continual_backprop: {self.method} {has}")
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} is a setting of gxd and continual_backprop alone: {self._instead(name)}")
 
-    def plasticity(self) -> gxd.Method | None:
-        """The method, for :func:`gxd.attach`; None for plain backprop."""
+    def _instead(self, name: str) -> str:
+        """What to write instead of a field of resets, or why it means nothing here."""
+        option = next(option for option, field in methods.FIELDS.items() if field == name)
+        here = [one for one in methods.defaults(self.method) if one.rpartition(".")[2] == option]
+        if here:
+            return f"with {self.method} write --options {here[0]}=VALUE"
+        return f"{self.method} has {'no resets' if self.method == 'backprop' else 'other --options, see `gxd run`'}"
+
+    def plasticity(self) -> tuple[gxd.Method, ...]:
+        """The methods, for :func:`gxd.attach`; none for plain backprop."""
         if self.method == "backprop":
-            return None
-        values, utility = methods.values_of(self.options), methods.utility_of(self.method)
-        if utility is not None:
+            return ()
+        values = methods.values_of(self.options)
+        if methods.has_fields(self.method):
             values |= {option: getattr(self, field) for option, field in methods.FIELDS.items()}
-            values |= {"utility": utility, "replacement_rate": self.default_rate() if self.rate is None else self.rate}
-        return gxd.method(methods.registered(self.method), **values)
+            values["replacement_rate"] = self._rate()
+        return methods.make(self.method, values)
 
     def _default(self, name: str) -> Any:
         return next(each.default for each in fields(self) if each.name == name)
@@ -240,15 +255,19 @@ class Experiment:
         return {**asdict(self), "options": methods.values_of(self.options)}
 
     def settings(self) -> dict[str, Any]:
-        """The resolved fields that make the numbers what they are: all but where the run happens."""
-        values = {name: value for name, value in self.resolved().to_dict().items() if name not in MACHINE}
+        """The resolved fields that make the numbers what they are: all but where the run happens. Methods have their
+        names on disk.
+        """
+        values = methods.on_disk({n: value for n, value in self.resolved().to_dict().items() if n not in MACHINE})
         standard = {each.name: each.default for each in fields(self)} | {"options": {}}
         old = {name for name, value in BEFORE.items() if name in values and values[name] == value == standard[name]}
         return {name: value for name, value in values.items() if name not in old}
 
     @classmethod
     def from_dict(cls: type[E], values: Mapping[str, Any]) -> E:
-        """The config with these fields. Raises :class:`UserError` for a field that does not exist or does not fit."""
+        """The config with these fields, see :meth:`to_dict`. Raises :class:`UserError` for a field that does not exist
+        or does not fit.
+        """
         for key in values:
             check_name(key, [each.name for each in fields(cls)], f"setting of {cls.name}:")
         return cls(**values)
@@ -266,6 +285,6 @@ class Experiment:
     def run_directory(self, root: str | Path) -> Path:
         """Where the results of this run go."""
         full = self.resolved()
-        rate = f"rate{full.rate:g}" if full.method in ("backprop", *gxd.utilities()) else ""
-        words = [full.method, full.activation, *full.variant(), f"lr{full.lr:g}", rate, self.key()]
+        rate = f"rate{full.rate:g}" if full.method == "backprop" or methods.has_fields(full.method) else ""
+        words = [self.settings()["method"], full.activation, *full.variant(), f"lr{full.lr:g}", rate, self.key()]
         return Path(root) / self.name / "_".join(filter(None, words)) / f"seed{self.seed}"

@@ -44,8 +44,8 @@ class Cifar100(Experiment):
     """Momentum of SGD.
     Paper: 0.9."""
     rate: float | None = None
-    """Replacement rate: the share of the mature units reset per step. None: 1e-4. Backprop: 0.
-    This and the next five are of continual_backprop alone; other methods have --options.
+    """Replacement rate: the share of the mature units reset per step. None: 1e-3 for gxd, 1e-4 for utilities.
+    This and the next five are of gxd and of utilities; other methods have --options.
     Paper: 1e-4."""
     maturity: int = 1000
     """Steps before a new unit may be reset.
@@ -80,8 +80,7 @@ class Cifar100(Experiment):
         return 0.1 if self.optimizer == "sgd" else 1e-3
 
     def _unused(self) -> dict[str, Any]:
-        made = self.plasticity()
-        without = made is None or not made.needs_units
+        without = not any(made.needs_units for made in self.plasticity())
         return super()._unused() | ({"residual": self._default("residual")} if without else {})
 
 

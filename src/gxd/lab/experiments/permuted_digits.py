@@ -36,7 +36,7 @@ class PermutedDigits(Perceptron):
     Paper: 0.1 for backprop and 0.3 with resets, the best of {0.1, 0.3}."""
     rate: float | None = None
     """Replacement rate: the share of the mature units reset per step. None: 1e-3. Backprop: 0.
-    This and the next five are of continual_backprop alone; other methods have --options.
+    This and the next five are of gxd and of utilities; other methods have --options.
     Paper: 1e-4 for relu and tanh, 1e-3 for silu and leaky_relu, the best of {1e-5, 1e-4, 1e-3}."""
 
     def stream(self) -> streams.Stream:

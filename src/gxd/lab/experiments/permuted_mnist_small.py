@@ -33,8 +33,8 @@ class PermutedMNISTSmall(Perceptron):
     """Learning rate. None: 1e-3 for Adam, 1e-2 for SGD.
     Paper: the best of {1e-3, 1e-4} for Adam and of {1e-2, 1e-3} for SGD."""
     rate: float | None = None
-    """Replacement rate: the share of the mature units reset per step. None: 1e-4. Backprop: 0.
-    This and the next five are of continual_backprop alone; other methods have --options.
+    """Replacement rate: the share of the mature units reset per step. None: 1e-3 for gxd, 1e-4 for utilities.
+    This and the next five are of gxd and of utilities; other methods have --options.
     Paper: chosen from a grid."""
     data_dir: str | None = None
     """Where MNIST is. None: the environment variable GXD_DATA, else where `gxd data fetch mnist` puts it."""

@@ -55,8 +55,8 @@ class SlowRegression(Perceptron):
     """Learning rate. None: 0.01 for SGD, 1e-3 for Adam.
     Paper: the best of {0.01, 0.003, 0.001} for each activation."""
     rate: float | None = None
-    """Replacement rate: the share of the mature units reset per step. None: 1e-4. Backprop: 0.
-    This and the next five are of continual_backprop alone; other methods have --options.
+    """Replacement rate: the share of the mature units reset per step. None: 1e-3 for gxd, 1e-4 for utilities.
+    This and the next five are of gxd and of utilities; other methods have --options.
     Paper: the best of {1e-6 ... 1e-2}."""
 
     def stream(self) -> Stream:

@@ -41,6 +41,7 @@ class Row:
         churn, age: see :class:`gxd.lab.leaderboard.records.Record`.
         setting: the best of the trials.
         note: why there is no number, or what failed.
+        told: whether the method acts when a task ends, and so is told the boundaries.
     """
 
     stream: str
@@ -64,6 +65,7 @@ class Row:
     tuning_diverged: float | None = None
     setting: str = ""
     note: str = ""
+    told: bool = False
 
     @classmethod
     def columns(cls) -> list[str]:
@@ -78,8 +80,8 @@ class Row:
 @dataclass(frozen=True)
 class Standing:
     """An entry over all streams that count and that it is complete on: the mean of its ranks, with a 95 % interval by
-    resampling the seeds, the worst of them, and on how many of these streams it is surely better or worse than
-    backprop.
+    resampling the seeds, the worst of them, on how many of these streams it is surely better or worse than backprop,
+    and whether it is told the boundaries of tasks.
     """
 
     method: str
@@ -90,6 +92,7 @@ class Standing:
     worst: float
     better: int
     worse: int
+    told: bool
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def _untimed(row: Row, failures: Mapping[str, str]) -> Row:
 def _row(place: Place, records: Records, why: str, times: Mapping[str, float]) -> tuple[Row, Scores | None]:
     """What can be said of an entry on a stream; its scores if it is complete."""
     protocol, track = place.protocol, place.track
-    row = Row(track.name, place.entry.name, time_ratio=times.get(place.entry.name))
+    row = Row(track.name, place.entry.name, time_ratio=times.get(place.entry.name), told=place.is_told)
     why = place.refusal or why
     if why:
         return replace(row, note=f"not on this stream: {why}"), None
@@ -297,5 +300,6 @@ def _standings(tracks: Sequence[Track], complete: Mapping[str, Sequence[Scores]]
         own = [row.rank for row in rows if row.rank is not None]
         better = sum(row.gain_low is not None and row.gain_low > 0 for row in rows)
         worse = sum(row.gain_high is not None and row.gain_high < 0 for row in rows)
-        found.append(Standing(method, len(own), fmean(own), float(low), float(high), max(own), better, worse))
+        told = any(row.told for row in rows)
+        found.append(Standing(method, len(own), fmean(own), float(low), float(high), max(own), better, worse, told))
     return tuple(sorted(found, key=lambda standing: (-standing.streams, standing.mean_rank)))

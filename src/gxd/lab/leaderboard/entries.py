@@ -14,11 +14,10 @@ import gxd
 from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.leaderboard.protocol import Protocol, Track
-from gxd.lab.training import waits_for_boundaries
+from gxd.lab.training import clock_of, waits_for_boundaries
 
 Setting = Mapping[str, Any]
 DEFAULTS: tuple[Setting, ...] = ({},)
-CLOCKS = ("every", "at")  # options that let a method go by the clock where there are no boundaries
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Entry:
         name: on the board.
         about: what it is, in a line.
         method: as ``gxd run --method`` takes it.
-        grid: its own settings: options of the method, or what is a field instead (of continual_backprop).
+        grid: its own settings: options of the method, or what is a field instead (of gxd and continual_backprop).
         fields: fields of the experiment that all settings share.
     """
 
@@ -56,21 +55,24 @@ class Entry:
         return tried
 
     def _values(self, track: Track, setting: Setting, lr: float) -> dict[str, Any]:
-        resets = methods.utility_of(self.method) is not None
-        own = {name: value for name, value in setting.items() if resets and name in methods.FIELDS.values()}
+        fields = methods.FIELDS.values() if methods.has_fields(self.method) else ()
+        own = {name: value for name, value in setting.items() if name in fields}
         options = {**self.fields.get("options", {}), **{n: v for n, v in setting.items() if n not in own}}
-        if not track.kind.boundaries and self.method in gxd.methods():
+        if not track.kind.boundaries:
             options |= self._clock(track, options)
         return {**self.fields, **own, "method": self.method, "options": options, "lr": lr}
 
     def _clock(self, track: Track, options: dict[str, Any]) -> dict[str, int]:
         """What lets it act where there are no boundaries."""
-        if not waits_for_boundaries(gxd.method(self.method, **options)):
-            return {}
-        clock = next((name for name in CLOCKS if name in gxd.methods()[self.method].options), None)
-        if clock is None:
-            raise UserError(f"acts between tasks, which {track.stream} does not have, and cannot go by the clock")
-        return {clock: track.clock}
+        known = methods.values_of(methods.canonical(self.method, options))
+        waiting = [m.name for m in methods.make(self.method, known) if waits_for_boundaries(m)]
+        clocks = {}
+        for name in waiting:
+            clock = clock_of(self.method, name)
+            if clock is None:
+                raise UserError(f"acts between tasks, which {track.stream} does not have, and cannot go by the clock")
+            clocks[clock] = track.clock
+        return clocks
 
 
 def _each(option: str, *values: Any, **same: Any) -> tuple[Setting, ...]:
@@ -107,14 +109,58 @@ GRIDS: dict[str, tuple[Setting, ...]] = {
 }
 """Registered method -> its own settings, around the values of its paper; a method that is not here has its defaults."""
 RATES = _each("rate", 1e-4, 1e-3, 1e-2)
+GRIDS["gxd"] = RATES
 NEEDS = {"nap": {"layer_norm": True}}
 """Registered method -> fields without which it cannot be."""
 UTILITIES = {
     "contribution": "continual backprop by the contribution utility, as in Dohare et al.",
-    "gxd": "continual backprop by GXD",
+    methods.PAPER: "continual backprop by GXD, the rule of the paper",
     "gxd_kl": "continual backprop by GXD, measured on the whole output",
     "random": "continual backprop that resets units at random",
 }
+
+
+def _unit_reset(score: str, **same: Any) -> dict[str, Any]:
+    """The rule of continual backprop, put together from unit_reset, which lets births be chosen."""
+    options = {"score": score, "selection": "lowest_rate", "maturity": 100, "incoming": "he", **same}
+    return {"method": "unit_reset", "grid": RATES, "fields": {"options": options}}
+
+
+def _with_gxd(method: str) -> Entry:
+    """The settings of a method as in its own entry, with resets beside it: what they add, and nothing else, differs."""
+    prefixed = tuple(
+        {**{f"{method}.{name}": value for name, value in setting.items()}, "gxd.replacement_rate": 1e-4}
+        for setting in GRIDS[method]
+    )
+    return Entry(f"{method}+gxd", f"{method} and gxd at once", f"{method}+gxd", prefixed)
+
+
+VARIANTS = (
+    Entry("gxd_mature", "gxd_paper with maturity 1000", methods.PAPER, RATES, {"maturity": 1000}),
+    # One part of gxd each, on the paper's rule.
+    Entry("gxd_paper_free_score", "gxd_paper, scored by the gradients of the training loss", "gxd_loss", RATES),
+    Entry(
+        "gxd_paper_per_step",
+        "gxd_paper, ranked by cost per step lived",
+        methods.PAPER,
+        RATES,
+        {"options": {"ranking": "age"}},
+    ),
+    Entry("gxd_paper_he_births", "gxd_paper with newborn units at He's scale", **_unit_reset("gxd", normalise="none")),
+    Entry(
+        "contribution_per_step",
+        "contribution, ranked by cost per step lived, with newborn units at He's scale",
+        **_unit_reset("contribution", normalise="age"),
+    ),
+    *map(_with_gxd, ("parseval", "hare_and_tortoise", "l2_init")),
+    Entry(
+        "hare_and_tortoise_by_clock",
+        "hare and tortoise every 1000 steps, which is not told when a task ends",
+        "hare_and_tortoise",
+        GRIDS["hare_and_tortoise"],
+        {"options": {"every": 1000}},
+    ),
+)
 CONTROLS = (
     Entry("backprop", "the optimizer alone"),
     Entry("linear", "a linear model, which has no plasticity to lose", fields={"network": "linear"}),
@@ -128,9 +174,7 @@ def entries(grids: Mapping[str, Sequence[Setting]] | None = None) -> dict[str, E
     """All entries by name. ``grids`` are those of methods that the user has registered."""
     found = list(CONTROLS)
     found += [Entry(name, about, name, RATES) for name, about in UTILITIES.items()]
-    by_age = {"options": {"ranking": "age"}}
-    found.append(Entry("gxd_age", "continual backprop by GXD, ranked by age", "gxd", RATES, by_age))
-    found.append(Entry("gxd_mature", "continual backprop by GXD, maturity 1000", "gxd", RATES, {"maturity": 1000}))
+    found += VARIANTS
     for name, info in gxd.methods().items():
         if name != "continual_backprop":
             grid = {**GRIDS, **(grids or {})}.get(name, DEFAULTS)

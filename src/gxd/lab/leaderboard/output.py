@@ -21,7 +21,8 @@ NONE = "–"
 CAPTION = (
     "Mean over the stream and its 95 % t interval over the seeds; gain: over backprop, seed by seed; diverged: share "
     "of the reported runs; time: of a step, relative to backprop, without what happens between tasks; churn: share of "
-    "the resets that hit a unit hardly mature; age: the median in steps at a reset."
+    "the resets that hit a unit hardly mature; age: the median in steps at a reset; told: whether the method is told "
+    "when a task ends."
 )
 
 
@@ -67,17 +68,18 @@ def markdown(board: Board, protocol: Protocol) -> str:
 
 def ranks_table(board: Board) -> Table:
     """Ranks over all streams, and the gain on each."""
-    columns = ["method", "mean rank", "95 % interval", *(track.name for track in board.tracks)]
+    columns = ["method", "told", "mean rank", "95 % interval", *(track.name for track in board.tracks)]
     columns += ["worst rank", "better than backprop", "worse", "streams"]
     caption = (
         "The mean of the ranks on the streams that an entry is complete on (1 is the best), with an interval by "
         "resampling the seeds. Then its gain over backprop on each stream, in points of accuracy or in loss, and its "
-        "rank; and on how many streams the 95 % interval of the gain is above or below 0."
+        "rank; and on how many streams the 95 % interval of the gain is above or below 0. Told: whether the method is "
+        "told when a task ends."
     )
     rows = {(row.stream, row.method): row for row in board.rows}
     made = Table("ranks", "Ranks over all streams", caption, columns)
     for one in board.standings:
-        words = [one.method, f"{one.mean_rank:.1f}", f"{one.low:.1f} to {one.high:.1f}"]
+        words = [one.method, _told(one.told), f"{one.mean_rank:.1f}", f"{one.low:.1f} to {one.high:.1f}"]
         gains = [_gain_and_rank(rows.get((track.name, one.method)), track) for track in board.tracks]
         counts = [f"{one.worst:g}", str(one.better), str(one.worse), str(one.streams)]
         made.rows.append([*map(Cell, words), *gains, *map(Cell, counts)])
@@ -96,7 +98,7 @@ def stream_table(board: Board, track: Track) -> Table:
     """One stream, the best first."""
     percent = track.kind.classifies
     what = "online accuracy, %" if percent else f"{track.metric}, lower is better"
-    columns = ["rank", "method", what, "95 % interval", "last tenth", "gain", "diverged", "time"]
+    columns = ["rank", "method", "told", what, "95 % interval", "last tenth", "gain", "diverged", "time"]
     columns += ["churn", "age", "setting"]
     scale = ", ".join(f"{name} {value}" for name, value in track.fixed.items())
     made = Table(track.name, f"{track.name} ({scale})", CAPTION, columns)
@@ -104,13 +106,14 @@ def stream_table(board: Board, track: Track) -> Table:
         mark = "best" if row.rank == 1 else ""
         note = {FRESH: "a fresh network for every task"}.get(row.method, "")
         if row.mean is None:
-            made.rows.append([Cell(NONE), Cell(row.method, row.note), *[Cell(NONE)] * 5])
+            made.rows.append([Cell(NONE), Cell(row.method, row.note), Cell(_told(row.told)), *[Cell(NONE)] * 5])
             made.rows[-1] += [Cell(_plain(row.time_ratio)), *[Cell(NONE)] * 3]
             continue
         made.rows.append(
             [
                 Cell(NONE if row.rank is None else f"{row.rank:g}"),
                 Cell(row.method, row.note or note, mark),
+                Cell(_told(row.told)),
                 Cell(_value(row.mean, percent), mark=mark),
                 Cell(_range(row.low, row.high, percent)),
                 Cell(_value(row.last_tenth, percent)),
@@ -153,6 +156,10 @@ def _gain(row: Row, percent: bool) -> str:
     scale, digits = (100, 2) if percent else (1, 4)
     half = scale * (row.gain_high - row.gain_low) / 2
     return f"{scale * row.gain:+.{digits}f} ± {half:.{digits}f}"
+
+
+def _told(told: bool) -> str:
+    return "yes" if told else "no"
 
 
 def _plain(value: float | None) -> str:

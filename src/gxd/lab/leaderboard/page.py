@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
+from gxd.lab import methods
 from gxd.lab.leaderboard.board import BASE, FRESH, Board, Scores
 from gxd.lab.leaderboard.protocol import Track
 from gxd.lab.report import page, style
 from gxd.lab.report.page import Block, Section, Shown
 from gxd.lab.report.tables import Table
 
-NAMED = (BASE, FRESH, "gxd", "gxd_age", "gxd_mature", "contribution")
+NAMED = (BASE, FRESH, "gxd", methods.PAPER, "contribution_per_step", "contribution")
 """Always labelled in the curves, beside the best and the user's own; all others are thin lines."""
 BEST = 3
-ACCENTS = {FRESH: "#009e73", "gxd_age": "#5b5fc7", "gxd_mature": "#2fa4d9"}
+ACCENTS = {FRESH: "#009e73", "contribution_per_step": "#b8a600"}
 OWN = "#b3123b"
 OTHERS = ("#d55e00", "#cc6699", "#a6761d")
 

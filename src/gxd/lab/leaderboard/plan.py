@@ -15,6 +15,7 @@ from gxd.lab.experiments import Experiment
 from gxd.lab.leaderboard.entries import Entry
 from gxd.lab.leaderboard.protocol import Protocol, Track
 from gxd.lab.leaderboard.records import REPORT, TUNING, Record, Records, read
+from gxd.lab.training import waits_for_boundaries
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class Place:
     def refusal(self) -> str:
         """Why the entry cannot be on this stream, as far as its settings tell."""
         return self._tried[1]
+
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether it acts when a task ends, and so has to be told."""
+        if not self.track.kind.boundaries:
+            return False
+        made = [one for values in self.settings for one in self.track.config(values, 0).plasticity()]
+        return any(map(waits_for_boundaries, made))
 
     def trials(self) -> list[Run]:
         """All settings on one seed, then on the next: an early look sees all of them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import Experiment
 from gxd.lab.leaderboard.protocol import Track
@@ -106,7 +107,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files: in them, entries have the names that their methods have on disk -------------------------------------------
+
+
+def _on_disk(entry: str) -> str:
+    return methods.ON_DISK.get(entry, entry)
 
 
 def failure_name(record: Record) -> str:
@@ -116,7 +121,7 @@ def failure_name(record: Record) -> str:
 
 def timing_name(stream: str, entry: str) -> str:
     """The name there of the timing of an entry."""
-    return f"timing/{stream}/{entry}"
+    return f"timing/{stream}/{_on_disk(entry)}"
 
 
 def read_failures(out: Path) -> dict[str, str]:
@@ -126,12 +131,12 @@ def read_failures(out: Path) -> dict[str, str]:
 
 
 def read_by_stream(file: Path, kind: type[V]) -> ByStream[V]:
-    """Stream -> method -> what a file says of it; nothing if there is no such file."""
+    """Stream -> entry -> what a file says of it; nothing if there is no such file."""
     found = read_json(file, FORGET) if file.exists() else {}
     for name, values in found.items():
         if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
             raise UserError(f"{file} is damaged at {name!r}: {FORGET}")
-    return found
+    return {name: {methods.shown(entry): value for entry, value in of.items()} for name, of in found.items()}
 
 
 def change_failures(out: Path, now: Mapping[str, str | None]) -> None:
@@ -144,7 +149,8 @@ def change_failures(out: Path, now: Mapping[str, str | None]) -> None:
 def change_by_stream(file: Path, kind: type[V], change: Callable[[ByStream[V]], ByStream[V]]) -> None:
     """Replace what a file says by what is made of it, and of what other processes have written to it meanwhile."""
     with held(file.parent):
-        write_json(file, change(read_by_stream(file, kind)))
+        changed = change(read_by_stream(file, kind)).items()
+        write_json(file, {name: {_on_disk(entry): value for entry, value in of.items()} for name, of in changed})
 
 
 def joined(one: ByStream[V], other: ByStream[V]) -> ByStream[V]:
@@ -157,7 +163,7 @@ def write_digest(out: Path, records: Iterable[Record]) -> None:
     lines = []
     for record in records:
         values = {name: value for name, value in asdict(record).items() if value not in (None, "", ())}
-        lines.append(json.dumps(values) + "\n")
+        lines.append(json.dumps({**values, "method": _on_disk(record.method)}) + "\n")
     write_bytes(out / DIGEST, "".join(lines).encode())
 
 
@@ -177,7 +183,7 @@ def read_digest(out: Path) -> Records:
 
 
 def _record(line: Mapping[str, Any]) -> Record:
-    record = Record(**{**line, "curve": tuple(line.get("curve", ()))})
+    record = Record(**{**line, "method": methods.shown(line["method"]), "curve": tuple(line.get("curve", ()))})
     numbers = (record.mean, record.last, *record.curve)
     others = (record.churn, record.age, record.seconds)
     if type(record.seed) is not int or not all(n is None or isinstance(n, (int, float)) for n in others):

@@ -38,7 +38,7 @@ def demo_page(run_directories: Sequence[Path], out: Path) -> Path:
     runs = [digest.read_run(directory) for directory in run_directories]
     by_method: dict[str, list[digest.Run]] = {}
     for run in runs:
-        by_method.setdefault(paper.method_name(run.config), []).append(run)
+        by_method.setdefault(str(run.config.get("method")), []).append(run)
     order = sorted(by_method, key=paper.method_order)
     groups = {method: Group(tuple(by_method[method])) for method in order}
     out.mkdir(parents=True, exist_ok=True)

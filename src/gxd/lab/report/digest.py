@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS
 from gxd.lab.report import numbers, paper
@@ -116,7 +117,7 @@ class Run:
             "experiment": self.experiment,
             "key": self.key,
             "study": self.study,
-            "config": dict(self.config),
+            "config": methods.on_disk(self.config),
             "versions": dict(self.versions),
             "status": self.status,
             "diverged_at": self.diverged_at,
@@ -284,7 +285,7 @@ def read_run(directory: Path) -> Run:
     return Run(
         experiment=str(record.get("experiment") or config.get("experiment") or "unknown"),
         key=_key(directory, config),
-        config=config,
+        config=methods.from_disk(config),
         versions={**_mapping(record, "versions"), **_mapping(record, "machine")},
         status=str(status.get("status", "running")),
         diverged_at=diverged_at,
@@ -362,7 +363,7 @@ def read_digest(path: Path) -> Iterator[Run | Assay]:
                 yield Run(
                     experiment=line["experiment"],
                     key=line["key"],
-                    config=line["config"],
+                    config=methods.from_disk(line["config"]),
                     versions=line["versions"],
                     status=line["status"],
                     diverged_at=line["diverged_at"],

@@ -39,7 +39,7 @@ def stream_figures(experiment: str, panels: Panels) -> list[Picture]:
     leaky, norm, relu = ("leaky_relu", False), ("relu", True), ("relu", False)
     local = ("backprop", "activation", "contribution", "mc_adaptable_contribution", "loss_gradient")
     four: tuple[Panel, ...] = tuple((activation, False) for activation in paper.ACTIVATIONS)
-    main = ("backprop", "contribution", "mc_adaptable_contribution", "gxd", "gxd_sketch")
+    main = ("backprop", "contribution", "mc_adaptable_contribution", "gxd_paper", "gxd_sketch")
     shade = "Mean over seeds, shaded ± SE; × marks a diverged run, after which the mean is over those alive."
     return [
         _curves(
@@ -74,7 +74,7 @@ def stream_figures(experiment: str, panels: Panels) -> list[Picture]:
             shade,
             experiment,
             panels,
-            [(panel, ("gxi", "gxd", "loss_gradient")) for panel in four],
+            [(panel, ("gxi", "gxd_paper", "loss_gradient")) for panel in four],
         ),
     ]
 
@@ -82,7 +82,7 @@ def stream_figures(experiment: str, panels: Panels) -> list[Picture]:
 def cifar_figures(panels: Panels) -> list[Picture]:
     """Fig. 4 right and the appendix' absolute accuracy."""
     relu = ("relu", False)
-    methods = ("contribution", "mc_adaptable_contribution", "gxd", "gxd_sketch")
+    methods = ("contribution", "mc_adaptable_contribution", "gxd_paper", "gxd_sketch")
     baseline = panels.get(relu, {}).get("backprop")
     relative = _curves(
         "cifar100-fig4-relative",
@@ -235,7 +235,7 @@ def _curves(
 
 def draw(axes: Axes, line: Curve, method: str, scale: float) -> Artist:
     """Draw one curve in the colour of its method, and return the line."""
-    hue, ours = style.colour(method), method == "gxd"
+    hue, ours = style.colour(method), method in ("gxd", "gxd_paper")
     mean = [value * scale for value in line.mean]
     low = [(value - (se if se == se else 0)) * scale for value, se in zip(line.mean, line.se, strict=True)]
     high = [(value + (se if se == se else 0)) * scale for value, se in zip(line.mean, line.se, strict=True)]
@@ -259,7 +259,7 @@ def fit(axes: Axes, here: Mapping[str, Curve]) -> None:
 def end_label(method: str, line: Curve) -> style.Label:
     """The name of a curve for its end, with how many runs live."""
     text = paper.method_label(method) + (f", {line.label}" if line.label else "")
-    return style.Label(line.x[-1], line.mean[-1] * 100, text, style.colour(method), method == "gxd")
+    return style.Label(line.x[-1], line.mean[-1] * 100, text, style.colour(method), method in ("gxd", "gxd_paper"))
 
 
 def _lineless(group: Group) -> str:

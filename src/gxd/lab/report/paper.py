@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 METHODS = {
@@ -14,10 +13,10 @@ METHODS = {
     "loss_gradient": "Loss gradient",
     "gxi": "GXI",
     "gxd": "GXD",
+    "gxd_paper": "GXD (paper)",
     "gxd_all_logit": "GXD all-logit",
     "gxd_sketch": "GXD sketch (ours)",
     "gxd_kl": "GXD KL (ours)",
-    "gxd by age": "GXD by age (ours)",
     "random": "Random",
 }
 ACTIVATIONS = {"relu": "ReLU", "tanh": "tanh", "silu": "SiLU", "leaky_relu": "LeakyReLU"}
@@ -85,7 +84,7 @@ class Setting(NamedTuple):
     value: Any = None
 
 
-_RESET_METHODS = ("backprop", "contribution", "mc_adaptable_contribution", "gxd")
+_RESET_METHODS = ("backprop", "contribution", "mc_adaptable_contribution", "gxd_paper")
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "permuted-mnist": (
@@ -180,12 +179,6 @@ def method_label(method: str) -> str:
 def experiment_label(experiment: str) -> str:
     """The name of an experiment for people: the paper's, if it is the paper's."""
     return {**EXPERIMENTS, **OTHERS}.get(experiment, experiment)
-
-
-def method_name(config: Mapping[str, Any]) -> str:
-    """What a run goes by where rankings stand side by side: its method, and whether that ranks units by age."""
-    by_age = (config.get("options") or {}).get("ranking") == "age"
-    return f"{config.get('method', '?')}{' by age' if by_age else ''}"
 
 
 def method_order(method: str) -> tuple[int, str]:

@@ -43,7 +43,7 @@ def compensation(runs: Sequence[Run]) -> Question:
         "compensation",
         ("with", "without"),
         twins(runs, "compensate", True, False),
-        "gxd run permuted-digits --method gxd --activation silu --rate 1e-3 --seed 0 (and again with --no-compensate)",
+        "gxd run permuted-digits --method gxd_paper --activation silu --rate 1e-3 (and again with --no-compensate)",
     )
 
 
@@ -54,8 +54,8 @@ def sketch(runs: Sequence[Run]) -> Question:
         "Does GXD sketch beat GXD?",
         "GXD sketch",
         ("sketch", "GXD"),
-        twins(runs, "method", "gxd_sketch", "gxd"),
-        "gxd run permuted-digits --method gxd_sketch --activation silu --seed 0 (and again with --method gxd)",
+        twins(runs, "method", "gxd_sketch", "gxd_paper"),
+        "gxd run permuted-digits --method gxd_sketch --activation silu (and again with --method gxd_paper)",
     )
 
 
@@ -67,7 +67,7 @@ def replacement(runs: Sequence[Run]) -> Question:
         "rate 1e-3",
         ("1e-3", "1e-4"),
         twins(runs, "rate", 1e-3, 1e-4),
-        "gxd run permuted-digits --method gxd --activation silu --rate 1e-3 --seed 0 (and again with --rate 1e-4)",
+        "gxd run permuted-digits --method gxd_paper --activation silu --rate 1e-3 (and again with --rate 1e-4)",
     )
 
 

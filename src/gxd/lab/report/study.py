@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import gxd
 from gxd.lab import methods
 from gxd.lab.errors import UserError
 from gxd.lab.experiments import EXPERIMENTS, base, experiment
@@ -292,8 +291,7 @@ def _beside(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run's method with their defaults; none if this version does not know it."""
-    name = methods.registered(str(config.get("method")))
-    return _beside(config, gxd.methods()[name].options) if name in gxd.methods() else {}
+    return _beside(config, methods.defaults(str(config.get("method"))))
 
 
 def field_order(field: str) -> tuple[int, str]:

@@ -24,10 +24,10 @@ COLOURS = {
     "loss_gradient": "#d55e00",
     "gxi": "#009e73",
     "gxd": "#0072b2",
+    "gxd_paper": "#0b2a6f",
     "gxd_all_logit": "#5b5fc7",
     "gxd_sketch": "#2fa4d9",
     "gxd_kl": "#00a3a3",
-    "gxd by age": "#0b2a6f",
     "random": "#8a3ffc",
 }
 # These four never mean a method. In the page they become variables, so that figures follow its light or dark theme.

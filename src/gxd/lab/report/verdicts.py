@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gxd.lab import methods
 from gxd.lab.report import numbers, paper
 from gxd.lab.report.evidence import AssayColumn, Group, Panel, Sample, difference, paired_gaps
 from gxd.lab.report.tables import Cell, Table, panel_label, plus_minus, rho, signed
@@ -134,11 +135,16 @@ def _best_utility(column: AssayColumn | None, key: paper.Column, kind: str) -> V
         gap = _paired(values["gxd"], values[rival])
         won &= sign * gap.value > numbers.margin(gap)
         show = rho if kind == "spearman" else _three
-        text = f"{label}: GXD {show(means['gxd'])}, next {paper.method_label(rival)} {show(means[rival])}"
+        text = f"{label}: GXD {show(means['gxd'])}, next {_name(rival)} {show(means[rival])}"
         if kind == "shock":
             text += f", oracle {_three(numbers.mean(column.shock('oracle', metric).values()).value)}"
         parts.append(f"{text} ({_sigmas(gap.value, gap.se)})")
     return _assay(claim, key, column, "; ".join(parts), CONFIRMED if won else REFUTED)
+
+
+def _name(method: str) -> str:
+    """The name of a method in the paper's claims: there, GXD is the paper's rule."""
+    return paper.method_label("gxd" if method == methods.PAPER else method)
 
 
 def _worst_shock(column: AssayColumn | None) -> Verdict:
@@ -149,7 +155,7 @@ def _worst_shock(column: AssayColumn | None) -> Verdict:
     means = {name: numbers.mean(samples.values()).value for name, samples in values.items()}
     rival = max((name for name in means if name != "loss_gradient"), key=lambda name: means[name])
     gap = _paired(values["loss_gradient"], values[rival])
-    text = f"logit L1: loss gradient {_three(means['loss_gradient'])}, next {paper.method_label(rival)} "
+    text = f"logit L1: loss gradient {_three(means['loss_gradient'])}, next {_name(rival)} "
     text += f"{_three(means[rival])} ({_sigmas(gap.value, gap.se)})"
     return _assay(claim, key, column, text, CONFIRMED if gap.value > numbers.margin(gap) else REFUTED)
 
@@ -217,30 +223,30 @@ class _Stream:
     def claims(self) -> Iterator[Verdict]:
         """Permuted MNIST, and Permuted digits as if it were."""
         for panel in (RELU, SILU, LEAKY, TANH, NORM):
-            yield self.keeps(panel, "gxd")
-        yield self.not_worse(RELU, "gxd", "contribution")
+            yield self.keeps(panel, "gxd_paper")
+        yield self.not_worse(RELU, "gxd_paper", "contribution")
         for method in ("contribution", "mc_adaptable_contribution"):
             for panel in (SILU, LEAKY):
                 yield self.degrades(panel, method)
-        yield self.beats(NORM, "gxd", "backprop", rescue=False)
+        yield self.beats(NORM, "gxd_paper", "backprop", rescue=False)
         for method in ("contribution", "mc_adaptable_contribution"):
             for panel in (SILU, LEAKY, TANH, NORM):
-                yield self.beats(panel, "gxd", method)
-        yield self.beats(NORM, "gxd", "loss_gradient")
+                yield self.beats(panel, "gxd_paper", method)
+        yield self.beats(NORM, "gxd_paper", "loss_gradient")
         yield self.beats(TANH, "mc_adaptable_contribution", "contribution")
         yield self.near_backprop(RELU)
-        yield self.not_worse(RELU, "gxi", "gxd")
+        yield self.not_worse(RELU, "gxi", "gxd_paper")
         for panel in (TANH, SILU, LEAKY):
-            yield self.beats(panel, "gxd", "gxi")
+            yield self.beats(panel, "gxd_paper", "gxi")
 
     def cifar_claims(self) -> Iterator[Verdict]:
         """Continuous CIFAR-100."""
         yield self.keeps(RELU, "backprop", alone=True)
         for method in ("contribution", "mc_adaptable_contribution"):
-            yield self.beats(RELU, "gxd", method, rescue=False)
+            yield self.beats(RELU, "gxd_paper", method, rescue=False)
 
     def keeps(self, panel: Panel, method: str, *, alone: bool = False) -> Verdict:
-        claim = f"{paper.method_label(method)} keeps its plasticity"
+        claim = f"{_name(method)} keeps its plasticity"
         group = self._group(panel, method)
         if group is None or not _ready(group):
             return self._say(claim, panel, [group], "–", UNTESTED)
@@ -252,7 +258,7 @@ class _Stream:
         return self._say(claim, panel, [group], _span(group), CONFIRMED if kept else REFUTED)
 
     def degrades(self, panel: Panel, method: str) -> Verdict:
-        claim = f"{paper.method_label(method)} loses plasticity or becomes unstable"
+        claim = f"{_name(method)} loses plasticity or becomes unstable"
         group = self._group(panel, method)
         if group is None or not _ready(group):
             return self._say(claim, panel, [group], "–", UNTESTED)
@@ -264,7 +270,7 @@ class _Stream:
 
     def beats(self, panel: Panel, winner: str, loser: str, *, rescue: bool = True) -> Verdict:
         """``rescue``: the claim is about methods that save a network, so there must be something to save it from."""
-        claim = f"{paper.method_label(winner)} ends higher than {paper.method_label(loser)}"
+        claim = f"{_name(winner)} ends higher than {_name(loser)}"
         ours, theirs = self._group(panel, winner), self._group(panel, loser)
         if ours is None or theirs is None or not _ready(ours, theirs):
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
@@ -286,7 +292,7 @@ class _Stream:
         return self._say(claim, panel, [ours, theirs], text, UNTESTED if weak else REFUTED)
 
     def not_worse(self, panel: Panel, method: str, other: str) -> Verdict:
-        claim = f"With ReLU, {paper.method_label(method)} ends as high as {paper.method_label(other)}"
+        claim = f"With ReLU, {_name(method)} ends as high as {_name(other)}"
         ours, theirs = self._group(panel, method), self._group(panel, other)
         if ours is None or theirs is None or not _ready(ours, theirs) or difference(ours, theirs).n < 2:
             return self._say(claim, panel, [ours, theirs], "–", UNTESTED)
@@ -301,7 +307,7 @@ class _Stream:
 
     def near_backprop(self, panel: Panel) -> Verdict:
         claim = "With ReLU, loss gradient ends nearer to backprop than to GXD"
-        members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd")]
+        members = [self._group(panel, name) for name in ("loss_gradient", "backprop", "gxd_paper")]
         here = [group for group in members if group is not None and _ready(group) and group.last().n > 1]
         if len(here) < 3:
             return self._say(claim, panel, members, "–", UNTESTED)
@@ -382,11 +388,11 @@ def _risk(ours: Group, theirs: Group) -> numbers.Interval:
 
 
 def _span(group: Group) -> str:
-    return f"{paper.method_label(group.method)} {plus_minus(group.first())} → {plus_minus(group.last())}{_dead(group)}"
+    return f"{_name(group.method)} {plus_minus(group.first())} → {plus_minus(group.last())}{_dead(group)}"
 
 
 def _ends(group: Group) -> str:
-    return f"{paper.method_label(group.method)} {plus_minus(group.last())}{_dead(group)}"
+    return f"{_name(group.method)} {plus_minus(group.last())}{_dead(group)}"
 
 
 def _dead(group: Group) -> str:
