@@ -250,6 +250,17 @@ def test_some_parts_methods_and_the_logger(tmp_path: Path):
     assert "gxd/critic/resets" in (tmp_path / "progress.csv").read_text()
 
 
+@pytest.mark.parametrize("name", ["PPO", "DQN", "SAC"])
+def test_the_table_in_the_terminal_has_room_for_the_metrics_and_files_have_all(name: str, tmp_path: Path, capsys: Any):
+    made = agent(name)
+    made.set_logger(configure(str(tmp_path), ["stdout", "log", "csv"]))  # as verbose=1 does
+    methods = gxd.method("continual_backprop", utility="gxd_sketch", **OFTEN), gxd.method("gxd", **OFTEN)
+    made.learn(450, callback=GxdCallback(*methods), log_interval=1)  # Pendulum ends an episode after 200 steps
+    part = PARTS[name][-1]
+    assert f"{part}/nonfinite_observations" in capsys.readouterr().out
+    assert f"gxd/{part}/continual_backprop/utility_median" in (tmp_path / "progress.csv").read_text()
+
+
 class Grid(gym.Env):  # type: ignore[misc, name-defined]
     """Observations that are a dict of a number and an image."""
 

@@ -163,7 +163,10 @@ class GxdCallback(BaseCallback):
         for name, attached in self.cbps.items():
             attached.discard()  # what the last update has not used
             for key, value in logged(attached).items():
-                self.logger.record(key.replace("gxd/", f"gxd/{name}/", 1), value)
+                # The table in the terminal cuts names at 36 characters, and ends the training if two become the same.
+                # So it has the numbers of the network; those of each method are in the files alone.
+                hidden = ("stdout", "log") if key.count("/") > 1 else None
+                self.logger.record(key.replace("gxd/", f"gxd/{name}/", 1), value, exclude=hidden)
 
     def _on_training_end(self) -> None:
         self._end()
