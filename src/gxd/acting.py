@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from gxd.steps import after_steps, before_steps, is_nested, stepping, take_away,
 OnReset = Callable[[Mapping[str, Tensor]], object]
 Listener = Callable[[Sequence[UnitsReset]], object]
 ON_UNOBSERVED = ("raise", "warn", "skip")
+_OPEN: weakref.WeakSet[Acting] = weakref.WeakSet()  # everything that is attached
 
 
 class Acting:
@@ -99,6 +101,7 @@ class Acting:
             for number, method in enumerate(methods):
                 twins = sum(part.method.name == method.name for part in self._parts)
                 self._parts.append(Part.new(method, self.host, f"{number}.{method.name}", twins, seed, self.scaler))
+            self._replace()
             self._hook()
         except BaseException:
             self.close()
@@ -142,6 +145,7 @@ class Acting:
         for hook in (*self._hooks, *self._outputs):
             take_away(hook, self._in_hook)
         self._hooks, self._outputs = [], []
+        _OPEN.discard(self)
 
     @property
     def closed(self) -> bool:
@@ -150,7 +154,31 @@ class Acting:
 
     # --- around the optimizer's step ----------------------------------------------------------------------------------
 
+    def _replace(self) -> None:
+        """Close what does the same to the same parameters: an earlier run of the cell of a notebook, of which the user
+        may have no handle left.
+        """
+        names = {method.name for method in self.methods}
+        for other in list(_OPEN):
+            if names & {method.name for method in other.methods} and not self._changed().isdisjoint(other._changed()):
+                other.close()
+                warn(
+                    f"{other!r} was attached here already, as when a cell of a notebook is run twice. It was closed, "
+                    "because two of them would reset twice as much. The new one takes its place, with fresh "
+                    "statistics: load_state_dict() continues the old ones. To use a method twice, give both in one "
+                    "call: gxd.attach(model, optimizer, first, second)",
+                    ObservationWarning,
+                )
+
+    def _changed(self) -> set[int]:
+        """The ids of the parameters that it acts on: the weights of its units, or all that is trained."""
+        weights = {producer.weight for group in self.plan.groups for producer in group.producers}
+        if weights:
+            return {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in weights}
+        return {id(one.parameter) for one in self.host.trained()}
+
     def _hook(self) -> None:
+        _OPEN.add(self)
         self._hooks = after_steps(self._optimizers[-1], self._after_step)
         for optimizer in self._optimizers[:-1]:
             self._hooks += after_steps(optimizer, self._between_steps)

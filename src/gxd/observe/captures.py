@@ -25,7 +25,6 @@ from gxd.observe.hooks import Begin, End, Hook, Owner, Unseen
 from gxd.observe.reading import sum_of
 from gxd.plan.units import UnitPlan
 
-_NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
 
 
@@ -245,13 +244,7 @@ class Observer(Owner):
 class Input(Hook):
     """A consumer is called: it reads an alias of its input from now on, and the alias is kept."""
 
-    def __init__(
-        self,
-        observer: Observer | None = None,
-        module: nn.Module | None = None,
-        site: Site = _NOWHERE,
-        nested: bool = True,
-    ) -> None:
+    def __init__(self, observer: Observer, module: nn.Module, site: Site, nested: bool) -> None:
         super().__init__(observer, module)
         self.site, self.nested = site, nested
         self.plain = site.ports == ("input",)
@@ -281,7 +274,7 @@ class Heads(Input):
 
     def act(self, observer: Observer, *call: Any) -> Any:
         _, output = call
-        return replace_heads(self.module, output, lambda source: self.alias(observer, source))  # type: ignore[arg-type]
+        return replace_heads(self.module, output, lambda source: self.alias(observer, source))
 
     def alias(self, observer: Observer, source: Tensor) -> Tensor:
         observer.capture(self.site.views, source, source)

@@ -197,13 +197,16 @@ class Write:
     def write(self) -> None:
         if self.times is not None:
             assert isinstance(self.value, Tensor)
-            self.tensor.add_(self.value.to(self.tensor), alpha=self.times)
+            new = torch.add(self.tensor, self.value.to(self.tensor), alpha=self.times)
+            # A weight that is not finite has no mean to move, and must not spread to what is.
+            self.tensor.copy_(torch.where(new.isfinite(), new, self.tensor))
         elif self.amount is None:
             self.where.set(self.tensor, self.value)
         else:
             old, amount = self.where.read(self.tensor), self.where.spread(self.amount, self.tensor)
             value = self.value.to(old) if isinstance(self.value, Tensor) else torch.full_like(old, self.value)
-            self.where.set(self.tensor, torch.lerp(old, value, amount))
+            # All the way is the value itself: on the way from what is not finite there is no number.
+            self.where.set(self.tensor, torch.where(amount == 1, value, torch.lerp(old, value, amount)))
 
     def undo(self, old: Tensor) -> None:
         self.where.set(self.tensor, old)
