@@ -32,7 +32,7 @@ from torch import nn
 import gxd
 
 HERE = Path(__file__).resolve().parent.parent / "results" / "probe"
-KINDS = {"fresh": 200, "scaled": 100, "dead units": 100, "dead": 50}
+KINDS = {"fresh": 200, "scaled": 60, "dead units": 60, "dead": 25}
 """Kind of network -> how many are probed in each setting."""
 FIELDS = ("setting", "kind", "number", "verdict", "gap", "low", "high", "networks", "old", "fresh", "before", "seconds")
 T4 = 2.7764  # Student's t with four degrees of freedom, 95 %
@@ -159,11 +159,11 @@ def before(found: gxd.Probe) -> str:
 
 
 def todo(done: set[tuple[str, str, int]]) -> Iterator[tuple[str, str, int]]:
-    """What is left, in blocks of 25 of every kind, so that a run that is stopped early has seen all settings."""
-    for block in range(max(KINDS.values()) // 25):
+    """What is left, an eighth of every kind after the other, so that a run that is stopped has seen all settings."""
+    for eighth in range(8):
         for name in SETTINGS:
-            for kind, most in KINDS.items():
-                for number in range(25 * block, min(25 * (block + 1), most)):
+            for kind, count in KINDS.items():
+                for number in range(eighth * count // 8, (eighth + 1) * count // 8):
                     if (name, kind, number) not in done:
                         yield name, kind, number
 
@@ -207,12 +207,68 @@ def run() -> None:
             file.flush()
 
 
+def share(rows: list[dict[str, str]], *verdicts: str, key: str = "verdict") -> str:
+    """How many of the rows have one of the verdicts, in percent."""
+    return f"{100 * sum(row[key] in verdicts for row in rows) / len(rows):.1f} %"
+
+
+def true_loss(rows: list[dict[str, str]]) -> str:
+    """Of all networks of a kind together, with its standard error (the delta method)."""
+    old, fresh = (torch.tensor([float(row[key]) for row in rows], dtype=torch.float64) for key in ("old", "fresh"))
+    ratio = old.mean() / fresh.mean()
+    error = float((old - ratio * fresh).std() / fresh.mean()) / math.sqrt(len(rows))
+    return f"{100 * (1 - float(ratio)):.1f} ± {100 * error:.1f} %"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """False alarms, and how often damage is found."""
+    of = {(name, kind): [] for name in SETTINGS for kind in KINDS}  # type: ignore[var-annotated]
+    for row in rows:
+        of[row["setting"], row["kind"]].append(row)
+    lines = [
+        "# Calibration of gxd.probe",
+        "",
+        "Made by `python studies/probe_calibration.py`, which says how the networks were made. Default options.",
+        "",
+        "## Fresh networks",
+        "",
+        "False alarms are fresh networks that are called losing or lost. *Before*: by the interval of a mean over five "
+        "pairs of runs, on the same runs.",
+        "",
+        "| setting | networks | false alarms, before | false alarms | undecided | fresh networks trained | runs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in SETTINGS:
+        if own := of[name, "fresh"]:
+            alarms = share(own, "losing", "lost", key="before"), share(own, "losing", "lost"), share(own, "undecided")
+            trained = sum(int(row["networks"]) for row in own) / len(own)
+            lines.append(f"| {name} | {len(own)} | {' | '.join(alarms)} | {trained:.1f} | {trained + 5:.1f} |")
+    lines += [
+        "",
+        "## Damaged networks",
+        "",
+        "Found: called losing or lost. True loss: of all networks of the row together, ± its standard error.",
+        "",
+        "| setting | damage | networks | true loss of learning | found | called healthy | undecided |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, setting in SETTINGS.items():
+        for kind in list(KINDS)[1:]:
+            if own := of[name, kind]:
+                damage = {"scaled": f"weights {setting.scaled}", "dead units": "some units dead", "dead": "all dead"}
+                found = share(own, "losing", "lost"), share(own, "healthy"), share(own, "undecided")
+                cells = name, damage[kind], str(len(own)), true_loss(own), *found
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Run what is missing, and write the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--table", action="store_true", help="only write the table")
     if not options.parse_args().table:
         run()
+    (HERE / "calibration.md").write_text(table(read()))
 
 
 if __name__ == "__main__":

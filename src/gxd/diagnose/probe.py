@@ -209,9 +209,13 @@ def _trained(network: nn.Module, make: MakeOptimizer, batches: list[Batch], loss
 
 
 def _returned(network: nn.Module, x: Any, y: Any, loss: Loss) -> Any:
-    # A model, and a loss, may write to what it is given.
-    args, kwargs = call_arguments(pytree.tree_map_only(Tensor, torch.clone, x))
-    return loss(network(*args, **kwargs), pytree.tree_map_only(Tensor, torch.clone, y))
+    args, kwargs = call_arguments(_cloned(x))
+    return loss(network(*args, **kwargs), _cloned(y))
+
+
+def _cloned(value: Any) -> Any:
+    """A model, and a loss, may write to what they are given."""
+    return value.clone() if type(value) is Tensor else pytree.tree_map_only(Tensor, torch.clone, value)
 
 
 def _checked(value: Any) -> Tensor:
