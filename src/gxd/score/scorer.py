@@ -60,7 +60,7 @@ class Scorer:
         self.plan, self.tensors, self.utility, self.units = plan, tensors, utility, units
         self.noise, self.processes, self.notices, self.scaler = noise, processes, notices, scaler
         self.scoring = Scoring(plan, utility, positions, decay, noise, processes)
-        self.scoring.one = units.mean.new_ones(())
+        self.scoring.follow(units.mean)
         self.sums: Sums = NOTHING
         backwards = Backwards(tensors, weights_of(plan), self._void) if utility.gradient == "loss" else None
         self.observer = Observer(model, plan, backwards, self._pass_begins)
@@ -229,7 +229,7 @@ class Scorer:
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        self.scoring.one = self.units.mean.new_ones(())
+        self.scoring.follow(self.units.mean)
         if not self.sums.empty:
             sums = self.scoring.counted(self.sums)
             self.sums = mapped(sums, lambda tensor: tensor.to(device))

@@ -52,7 +52,12 @@ class Scoring:
         self.group_of = [group for group, numbers in enumerate(plan.views_of) for _ in numbers]
         self.widths = [reader.n for reader in self.readers]
         self.sizes = [group.size for group in plan.groups]
+        self.group_of_unit = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
         self.one: Tensor | None = None  # kept for the next step
+
+    def follow(self, like: Tensor) -> None:
+        """Keep what is needed at every step where the statistics are."""
+        self.one, self.group_of_unit = like.new_ones(()), self.group_of_unit.to(like.device)
 
     @torch.no_grad()
     def add(
@@ -130,12 +135,20 @@ class Scoring:
 
     def _shares(self, score: Tensor, seen: Tensor | None, wait: bool) -> tuple[Tensor, Tensor | None]:
         """Scores over the mean of their group, and which units were seen: not those of a group without any score."""
-        means = torch.cat([part.mean().expand(len(part)) for part in score.split(self.sizes)])
+        if len(set(self.sizes)) == 1:
+            means = score.reshape(len(self.sizes), -1).mean(1)
+        else:
+            means = torch.stack([part.mean() for part in score.split(self.sizes)])
+        if wait and all(means.tolist()):
+            return score / self._each(means), seen
         shown = means != 0
-        if not wait or not bool(shown.all()):
-            score, means = score.where(shown, 0.0), means.where(shown, 1.0)
-            seen = shown if seen is None else shown & seen
-        return score / means, seen
+        each = self._each(shown)
+        score = score.where(each, 0.0) / self._each(means.where(shown, 1.0))
+        return score, each if seen is None else each & seen
+
+    def _each(self, of_groups: Tensor) -> Tensor:
+        """``(units,)`` what holds for the group of each unit."""
+        return of_groups.index_select(0, self.group_of_unit)
 
     def mean_scores(self, sums: Sums) -> tuple[Tensor, Tensor | None]:
         """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""
