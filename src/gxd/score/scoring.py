@@ -131,7 +131,7 @@ class Scoring:
             utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
         else:
             utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
-        return updated(state, mean, utility, self._gram_ahead(state, sums), seen, wait)
+        return updated(state, mean, utility, self._gram_ahead(state, sums) if state.gram else (), seen, wait)
 
     def _shares(self, score: Tensor, seen: Tensor | None, wait: bool) -> tuple[Tensor, Tensor | None]:
         """Scores over the mean of their group, and which units were seen: not those of a group without any score."""
@@ -176,7 +176,7 @@ class Scoring:
 
     def _whole(self, state: UnitState, weights: Weights, h: Tensor, directions: Iterable[Gradients]) -> Sums:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
-        count, mean = len(h), h.mean(0)
+        count, mean = h.shape[0], h.mean(0)
         ahead = averaged((state.mean, state.mean_weight), mean, None, self.decay, self.one)
         references = ahead[0] / ahead[1]
         h = h.unsqueeze(1)
@@ -270,12 +270,11 @@ class Scoring:
         if not self.flat or len(one) != len(self.all_views):
             return None
         sources = [one[n].checked() for n in self.all_views]
-        examples = len(sources[0])
-        for source, width in zip(sources, self.widths, strict=True):
-            if source.shape != (examples, width):
-                return None
+        examples = sources[0].shape[0]
+        if not examples or [source.shape for source in sources] != [(examples, width) for width in self.widths]:
+            return None
         h = side_by_side(sources).detach()
-        return (h if h.dtype == dtype else h.to(dtype)) if examples else None
+        return h if h.dtype == dtype else h.to(dtype)
 
     def _blocks(self, number: int, one: Pass, examples: int | None, dtype: torch.dtype) -> list[Block]:
         blocks: list[Block] = []
