@@ -308,16 +308,18 @@ class Acting:
         """Of the units that a method has reset."""
         done, part.host.done = part.host.done, []
         self._done += done
-        chosen = [(one.group, one.units) for one in done]
-        for other in self._parts if chosen else ():
+        for other in self._parts if done else ():
             if other is not part:
+                chosen = [(one.group, one.units) for one in done]
                 other.keep(other.method.on_reset(other.host, other.state, chosen))
 
     def _tell_listeners(self) -> None:
         """Of the units that all methods have reset."""
         done, self._done = self._done, []
+        if not done:
+            return
         with ExitStack() as told:  # all of them, also if one raises: a copy that misses a reset stays apart
-            for listener in reversed(self._listeners.values()) if done else ():
+            for listener in reversed(self._listeners.values()):
                 told.callback(listener, done)
 
     def listen(self, function: Listener) -> RemovableHandle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,23 +48,36 @@ class Backwards:
         self._sharded = any(is_sharded(tensors[name]) for names in weights for name in names)
         self._stamps: list[Stamp] = []
         self._running, self._counts = -1, False
+        self._nodes: dict[str, Any] = {}  # of the graph, by weight: where a gradient is added to `grad`
 
-    def counts(self, view: int) -> bool:
-        """Whether the gradient that a running backward pass has just brought to a view counts."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_nodes": {}}  # nodes cannot be copied
+
+    def keep(self, tensor: Tensor, view: int, kept: list[Tensor]) -> None:
+        """Collect the gradients that backward passes bring to a view, in a list: those that count."""
+
+        def arrives(gradient: Tensor) -> None:  # for each view in each backward pass, so that every call counts
+            known = torch._C._current_graph_task_id() == self._running and self._told is None
+            if self._counts if known else self._new_counts(view):
+                kept.append(gradient.detach() if gradient.requires_grad else gradient)
+
+        tensor.register_hook(arrives)
+
+    def _new_counts(self, view: int) -> bool:
+        """Whether the gradient counts that a backward pass has just brought to a view, its first."""
         if self._told is not None or self._sharded:
             return self._told is not False
-        running = torch._C._current_graph_task_id()
-        if running != self._running:
-            name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
-            if name is None:  # frozen, as a critic is for its actor's loss
-                return False
-            self._running, self._counts = running, _accumulates(self.tensors[name])
-            self.refused |= not self._counts
-            if self._counts:
-                self._check()
-                gradient = self.tensors[name].grad
-                stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
-                self._stamps.append(Stamp(name, *stamp))
+        name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
+        if name is None:  # frozen, as a critic is for its actor's loss
+            return False
+        weight = self.tensors[name]
+        self._running, self._counts = torch._C._current_graph_task_id(), self._accumulates(name, weight)
+        self.refused |= not self._counts
+        if self._counts:
+            self._check()
+            gradient = weight.grad
+            stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
+            self._stamps.append(Stamp(name, *stamp))
         return self._counts
 
     def stepped(self) -> None:
@@ -95,10 +108,19 @@ class Backwards:
         # A backward pass adds to it in place, once. Whatever else has written to it may have zeroed it.
         return gradient._version <= stamp.version + 1 or bool(gradient.any())
 
+    def _accumulates(self, name: str, weight: Tensor) -> bool:
+        """Whether the running backward pass ends in ``weight.grad``, as that of ``loss.backward()`` does."""
+        known = self._nodes.get(name)
+        if known is not None and known.variable is weight and _is_executed(known):
+            return True
+        # To find the node takes a while. It may be another one by now, if the weight has changed its type or device.
+        self._nodes[name] = node = torch.autograd.graph.get_gradient_edge(weight).node
+        return _is_executed(node)
 
-def _accumulates(weight: Tensor) -> bool:
-    """Whether the running backward pass ends in ``weight.grad``, as that of ``loss.backward()`` does."""
+
+def _is_executed(node: Any) -> bool:
+    """Whether the running backward pass comes to a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad returns the gradient by this weight
         return False

@@ -8,7 +8,6 @@ those of training without hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,7 +28,9 @@ MOST_PASSES = 256  # forward passes that are kept for an observe() that may neve
 
 
 class Capture:
-    """One view in one forward pass: the tensor its consumers read, and an alias for each of them."""
+    """One view in one forward pass: the tensor its consumers read, an alias for each of them, and the gradients of the
+    loss by these as far as they have arrived.
+    """
 
     __slots__ = ("aliases", "loss_gradients", "source", "version")
 
@@ -50,10 +51,6 @@ class Capture:
                 "lost: make that operation out of place, or leave the layer before it out of the plan (exclude=...)"
             )
         return self.source
-
-    def loss_gradient(self) -> Tensor | None:
-        """The gradient of the loss by the view, through the consumers the loss depends on; None before it arrives."""
-        return sum_of(self.loss_gradients) if self.loss_gradients else None
 
 
 Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> gradient, of the captured tensor's shape
@@ -158,11 +155,7 @@ class Observer(Owner):
                 continue  # its gradient counts all its consumers already
             capture.aliases.append(alias)
             if self.backwards is not None and alias.requires_grad:
-                alias.register_hook(partial(self._keep, self.backwards, number, capture.loss_gradients))
-
-    def _keep(self, backwards: Backwards, view: int, kept: list[Tensor], gradient: Tensor) -> None:
-        if backwards.counts(view):
-            kept.append(gradient.detach())
+                self.backwards.keep(alias, number, capture.loss_gradients)
 
     def void(self) -> None:
         """The backward passes so far do not count."""

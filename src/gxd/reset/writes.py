@@ -62,14 +62,16 @@ class AlongAxis:
     index: Tensor
 
     def read(self, tensor: Tensor) -> Tensor:
-        return tensor.index_select(self.axis, self.index.to(tensor.device))
+        return tensor.index_select(self.axis, self._on(tensor))
 
     def set(self, tensor: Tensor, value: Tensor | float) -> None:
-        index = self.index.to(tensor.device)
         if isinstance(value, Tensor):
-            tensor.index_copy_(self.axis, index, value.to(tensor))
+            tensor.index_copy_(self.axis, self._on(tensor), value.to(tensor))
         else:
-            tensor.index_fill_(self.axis, index, value)
+            tensor.index_fill_(self.axis, self._on(tensor), value)
+
+    def _on(self, tensor: Tensor) -> Tensor:
+        return self.index if self.index.device == tensor.device else self.index.to(tensor.device)
 
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         return tensor.shape[self.axis] == shape[self.axis]
