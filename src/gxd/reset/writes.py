@@ -163,6 +163,7 @@ class Write:
         value: what they are set to: a number, or a tensor as ``where.read`` returns it.
         times: if given, ``times * value`` is added to the whole tensor instead.
         amount: ``(slices,)`` if given, each slice goes only so far from what it is, when it is written, to the value.
+        before: what ``where.read`` returns now, if that is known.
     """
 
     tensor: Tensor
@@ -170,6 +171,7 @@ class Write:
     value: Tensor | float
     times: float | None = None
     amount: Tensor | None = None
+    before: Tensor | None = None
 
     @property
     def adds(self) -> bool:
@@ -194,7 +196,7 @@ class Write:
         return Write(tensor, entries, value, amount=amount)
 
     def old(self) -> Tensor:
-        return self.where.read(self.tensor)
+        return self.where.read(self.tensor) if self.before is None else self.before
 
     def write(self) -> None:
         if self.times is not None:
@@ -238,18 +240,18 @@ class SetEntry:
 def carry_out(writes: Sequence[Write | SetEntry]) -> None:
     """Write all of it, in order; under ``no_grad``. If anything fails, or is interrupted, everything is as it was.
 
-    Only the old values of what is written are kept meanwhile.
+    Only the old values of what is written are kept meanwhile. They are read before anything is written.
     """
-    done: list[tuple[Write | SetEntry, Any]] = []
+    here = [write.here() for write in writes]
+    before = [write.old() for write in here]
+    done = 0
     try:
-        for write in [write.here() for write in writes]:
-            done.append((write, write.old()))
+        for write in here:
+            done += 1
             write.write()
     except BaseException:
-        if done:
-            write, old = done.pop()
-            with suppress(Exception):  # it may be that it cannot be written to at all
-                write.undo(old)
-        for write, old in reversed(done):
-            write.undo(old)
+        last = done - 1
+        for number in range(last, -1, -1):
+            with suppress(*[Exception] if number == last else []):  # it may be that it cannot be written to at all
+                here[number].undo(before[number])
         raise
