@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from gxd.steps import after_steps, before_steps, is_nested, stepping, take_away,
 OnReset = Callable[[Mapping[str, Tensor]], object]
 Listener = Callable[[Sequence[UnitsReset]], object]
 ON_UNOBSERVED = ("raise", "warn", "skip")
+_OPEN: weakref.WeakSet[Acting] = weakref.WeakSet()  # everything that is attached
 
 
 class Acting:
@@ -99,6 +101,7 @@ class Acting:
             for number, method in enumerate(methods):
                 twins = sum(part.method.name == method.name for part in self._parts)
                 self._parts.append(Part.new(method, self.host, f"{number}.{method.name}", twins, seed, self.scaler))
+            self._replace()
             self._hook()
         except BaseException:
             self.close()
@@ -142,6 +145,7 @@ class Acting:
         for hook in (*self._hooks, *self._outputs):
             take_away(hook, self._in_hook)
         self._hooks, self._outputs = [], []
+        _OPEN.discard(self)
 
     @property
     def closed(self) -> bool:
@@ -150,8 +154,34 @@ class Acting:
 
     # --- around the optimizer's step ----------------------------------------------------------------------------------
 
+    def _replace(self) -> None:
+        """Close what does the same to the same parameters: an earlier run of the cell of a notebook, of which the user
+        may have no handle left.
+        """
+        names = {method.name for method in self.methods}
+        for other in list(_OPEN):
+            if names & {method.name for method in other.methods} and not self._changed().isdisjoint(other._changed()):
+                other.close()
+                warn(
+                    f"{other!r} was attached here already, as when a cell of a notebook is run twice. It was closed, "
+                    "because two of them would reset twice as much. The new one takes its place, with fresh "
+                    "statistics: load_state_dict() continues the old ones. To use a method twice, give both in one "
+                    "call: gxd.attach(model, optimizer, first, second)",
+                    ObservationWarning,
+                )
+
+    def _changed(self) -> set[int]:
+        """The ids of the parameters that it acts on: the weights of its units, or all that is trained."""
+        weights = {producer.weight for group in self.plan.groups for producer in group.producers}
+        if weights:
+            return {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in weights}
+        return {id(one.parameter) for one in self.host.trained()}
+
     def _hook(self) -> None:
+        _OPEN.add(self)
         self._hooks = after_steps(self._optimizers[-1], self._after_step)
+        for optimizer in self._optimizers[:-1]:
+            self._hooks += after_steps(optimizer, self._between_steps)
         for optimizer in self._optimizers if self.acts_before_steps is not None else ():
             self._hooks += before_steps(optimizer, self._before_step)
         self._hooks.sort(key=lambda hook: not isinstance(hook, RemovableHandle))  # what made hooks possible goes last
@@ -172,6 +202,12 @@ class Acting:
                 part.keep(part.method.before_step(part.host, part.state))
             finally:
                 part.host.stepping = None
+
+    def _between_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Another optimizer than the last has stepped: the gradients that it used count, even if they are zeroed now."""
+        for part in self._parts:
+            if part.scorer is not None and part.scorer.observer.backwards is not None:
+                part.scorer.observer.backwards.stepped()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled optimizer.step stops here
@@ -272,16 +308,18 @@ class Acting:
         """Of the units that a method has reset."""
         done, part.host.done = part.host.done, []
         self._done += done
-        chosen = [(one.group, one.units) for one in done]
-        for other in self._parts if chosen else ():
+        for other in self._parts if done else ():
             if other is not part:
+                chosen = [(one.group, one.units) for one in done]
                 other.keep(other.method.on_reset(other.host, other.state, chosen))
 
     def _tell_listeners(self) -> None:
         """Of the units that all methods have reset."""
         done, self._done = self._done, []
+        if not done:
+            return
         with ExitStack() as told:  # all of them, also if one raises: a copy that misses a reset stays apart
-            for listener in reversed(self._listeners.values()) if done else ():
+            for listener in reversed(self._listeners.values()):
                 told.callback(listener, done)
 
     def listen(self, function: Listener) -> RemovableHandle:
@@ -305,7 +343,7 @@ class Acting:
     @property
     def own_hooks(self) -> tuple[Any, ...]:
         """What may hang on the model and on the optimizer without being foreign."""
-        return (self._after_step, *(part.scorer.observer for part in self._parts if part.scorer is not None))
+        return (self._after_step, self._between_steps, *(part.scorer.observer for part in self._parts if part.scorer is not None))
 
     @property
     def acts_before_steps(self) -> str | None:

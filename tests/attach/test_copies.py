@@ -4,7 +4,10 @@ import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,3 +243,49 @@ def test_a_copied_model_is_traced_and_checked_like_any_other():
     with warnings.catch_warnings():
         warnings.simplefilter("error", gxd.ObservationWarning)
         assert gxd.verify_plan(model, X)
+
+
+LOAD = """
+import sys, torch
+sys.modules["gxd"] = None  # as where it is not installed
+model, optimizer = torch.load(sys.argv[1], weights_only=False)
+x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+compiled = torch.compile(model, backend="eager")
+model(x).sum().backward()
+optimizer.step()
+torch.save((model(x), compiled(x)), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_torch_saves_while_attached_is_loaded_without_gxd(tmp_path: Path, closed: bool):
+    """Of every kind of hook: on the model, on its layers, inside attention, on what the trace did not see."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    methods = gxd.method("redo", every=2), gxd.method("continual_backprop"), gxd.method("upgd")
+    attached = gxd.attach(model, optimizer, *methods, example_inputs=torch.randn(2, 5, 8))
+    attached.observe_output()
+    attached.observe_output("0", defer=True)
+    if closed:
+        attached.close()
+    file = tmp_path / "file.pt"
+    torch.save((model, optimizer), file)
+    attached.close()
+    subprocess.run([sys.executable, "-c", LOAD, str(file)], check=True)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    model(x).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(output, model(x)) for output in torch.load(file))
+
+
+def test_a_model_that_was_saved_while_attached_is_attached_and_compiled_as_a_new_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gxd.compile.program.compile_graph", lambda graph, example: graph)
+    model = pickle.loads(pickle.dumps(trained()[0]))
+    again = pickle.loads(pickle.dumps(model))
+    optimizer = torch.optim.Adam(again.parameters(), lr=0.02)
+    cbp = attach("gxd", model=again, optimizer=optimizer).cbp
+    step = gxd.compiled_step(again, optimizer, F.cross_entropy, cbp)
+    step(X, Y)
+    assert step.why_eager is None

@@ -283,3 +283,66 @@ def test_warnings_name_the_users_line():
     with pytest.warns(gxd.ObservationWarning) as caught:
         optimizer.step()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def resets_of(attachments: list, optimizer, model) -> int:
+    for _ in range(4):
+        train(model, optimizer)
+    return sum(one.total_resets for one in attachments)
+
+
+OFTEN = {"replacement_rate": 0.2, "maturity": 1}
+
+
+@pytest.mark.parametrize("new", ["nothing", "the optimizer", "a rate"])
+def test_what_is_attached_twice_replaces_the_first_and_says_so(new):
+    """As when a cell of a notebook is run again, which may make the optimizer, too."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = gxd.find_units(model, X[:2])
+    first = gxd.attach(model, optimizer, gxd.method("gxd", **OFTEN), plan=plan)
+    if new == "the optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {**OFTEN, "maturity": 2} if new == "a rate" else OFTEN
+    with pytest.warns(gxd.ObservationWarning, match=r"gxd.*already.*cell of a notebook.*in one call") as warned:
+        second = gxd.attach(model, optimizer, gxd.method("gxd", **options), plan=plan)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert first.closed and not second.closed
+    found = resets_of([first, second], optimizer, model)
+    alone = mlp()
+    alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    expected = gxd.attach(alone, alone_optimizer, gxd.method("gxd", **options), plan=plan)
+    assert found == resets_of([expected], alone_optimizer, alone) > 0
+    assert same(dict(model.state_dict()), dict(alone.state_dict()))
+    second.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_second_continual_backprop_replaces_the_first_and_what_fails_replaces_nothing():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = gxd.ContinualBackprop(model, optimizer, example_inputs=X[:2])
+    with pytest.raises(gxd.PlanError):
+        gxd.ContinualBackprop(model, torch.optim.SGD(model[0].parameters(), 0.1), example_inputs=X[:2])
+    assert not first.closed
+    with pytest.warns(gxd.ObservationWarning, match=r"ContinualBackprop\(.*already"):
+        gxd.ContinualBackprop(model, optimizer, example_inputs=X[:2])
+    assert first.closed
+
+
+def test_other_methods_other_units_and_other_parameters_may_be_attached_beside(recwarn):
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    plan = gxd.find_units(model, X[:2])
+    both = gxd.method("continual_backprop", utility="random"), gxd.method("continual_backprop", utility="activation")
+    beside = [
+        gxd.attach(model, optimizer, "gxd", plan=plan.select(include="0")),
+        gxd.attach(model, optimizer, "gxd", plan=plan.select(include="2")),
+        gxd.attach(model, optimizer, *both, plan=plan),
+        gxd.attach(model, optimizer, "l2"),
+        gxd.attach(other, optimizer, "l2"),
+        gxd.attach(other, optimizer, "gxd", plan=plan),
+    ]
+    copied = copy.deepcopy((model, other, optimizer, *beside))
+    assert not any(one.closed for one in (*beside, *copied[3:]))
+    assert not [w for w in recwarn if issubclass(w.category, gxd.ObservationWarning)]

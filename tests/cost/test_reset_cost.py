@@ -408,7 +408,16 @@ def test_the_outputs_target_is_needed_only_by_those_who_ask_for_it():
     model, batch, _ = make("mlp")
     x, _ = batch(20)
     cost = gxd.reset_cost(model, (x, None), x)
-    of_targets = {"gxd", "gxi", "output_gradient", "loss_gradient", "taylor", "gxd_loss", "gxd_second_order", "weight_gradient"}
+    of_targets = {
+        "gxd",
+        "gxi",
+        "output_gradient",
+        "loss_gradient",
+        "taylor",
+        "gxd_loss",
+        "gxd_second_order",
+        "weight_gradient",
+    }
     assert set(cost.scores) == set(gxd.utilities()) - of_targets
     with pytest.raises(ValueError, match="'gxd' needs targets"):
         gxd.reset_cost(model, (x, None), x, utilities=["gxd"])

@@ -1,6 +1,7 @@
 """Agents of Stable-Baselines3: the right networks, observed on their own losses alone, saved and loaded exactly."""
 
 import copy
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -248,6 +249,27 @@ def test_some_parts_methods_and_the_logger(tmp_path: Path):
     assert list(callback.cbps) == ["critic"] and callback.cbps["critic"].methods == (redo,)
     made.logger.dump(1)
     assert "gxd/critic/resets" in (tmp_path / "progress.csv").read_text()
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN", "SAC"])
+def test_the_table_in_the_terminal_has_room_for_the_metrics_and_files_have_all(name: str, tmp_path: Path, capsys: Any):
+    made = agent(name)
+    made.set_logger(configure(str(tmp_path), ["stdout", "log", "csv"]))  # as verbose=1 does
+    methods = gxd.method("continual_backprop", utility="gxd_sketch", **OFTEN), gxd.method("gxd", **OFTEN)
+    made.learn(450, callback=GxdCallback(*methods), log_interval=1)  # Pendulum ends an episode after 200 steps
+    part = PARTS[name][-1]
+    assert f"{part}/nonfinite_observations" in capsys.readouterr().out
+    assert f"gxd/{part}/continual_backprop/utility_median" in (tmp_path / "progress.csv").read_text()
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_networks_are_saved_while_attached_without_a_trace_of_gxd(name: str):
+    made, file = agent(name), io.BytesIO()
+    with attached(made, GxdCallback("gxd", gxd.method("continual_backprop", utility="gxd_sketch"), plan=plans(name))):
+        networks = [made.policy] if name == "PPO" else [made.actor, made.critic]
+        torch.save(networks, file)
+        assert any(map(hooks, networks))
+    assert b"gxd" not in file.getvalue()
 
 
 class Grid(gym.Env):  # type: ignore[misc, name-defined]

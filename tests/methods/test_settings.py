@@ -225,9 +225,14 @@ def test_an_actors_loss_through_its_paused_critic_leaves_the_scores_as_without_i
     assert same(Agent(utility, own=True).run(), Agent(utility, own=False).run())
 
 
-@pytest.mark.parametrize("utility", ["activation", "loss_gradient"])
-def test_an_actors_loss_through_a_critic_that_is_not_paused_counts(utility: str):
-    assert not same(Agent(utility, own=True).run(pause=False), Agent(utility, own=False).run())
+def test_an_actors_loss_through_a_critic_that_is_not_paused_counts():
+    assert not same(Agent("activation", own=True).run(pause=False), Agent("activation", own=False).run())
+
+
+@pytest.mark.parametrize("utility", ["loss_gradient", "gxd_loss"])
+def test_a_utility_of_the_loss_needs_no_pause_for_the_actors_loss(utility: str):
+    """That pass does not end in the critic's gradients."""
+    assert same(Agent(utility, own=True).run(pause=False), Agent(utility, own=False).run())
 
 
 def test_pauses_nest_and_end_with_an_exception():
@@ -328,7 +333,7 @@ L2, REDO = (lambda: gxd.method("l2_init")), (lambda: gxd.method("redo"))
 @pytest.mark.parametrize(
     ("methods", "options", "error", "words"),
     [
-        (lambda: ["redo"], {}, TypeError, ("got str", "gxd.method('redo')")),
+        (lambda: ["gdx"], {}, ValueError, ("gdx", "Did you mean 'gxd'")),
         (lambda: [gxd.Method], {}, TypeError, ("the class Method", "make an instance")),
         (lambda: [gxd.methods()["redo"]], {}, TypeError, ("MethodInfo", "gxd.method(name)")),
         (lambda: [None], {}, TypeError, ("NoneType",)),

@@ -1,6 +1,7 @@
 """Models that look at values, hide their layers, or are not there yet: what can be traced is, and the rest says why."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -305,3 +306,78 @@ def test_the_plan_does_not_depend_on_the_batch_that_is_given():
         gxd.find_units(Heads(), X.repeat(times, 1)[:size]).fingerprint() for times, size in [(1, 1), (1, 6), (9, 50)]
     }
     assert len(prints) == 1
+
+
+LENGTH = 5
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+NO_PADDING = torch.zeros(2, LENGTH, dtype=torch.bool)
+SEQUENCES = torch.randn(2, LENGTH, 8, generator=torch.Generator().manual_seed(0))
+BOTH = {"src": SEQUENCES, "tgt": SEQUENCES}
+
+
+class Sequences(nn.Module):
+    """One of torch's own Transformers between two layers."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 12, "batch_first": True, **options}
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        nested = {name: sizes.pop(name) for name in ("enable_nested_tensor",) if name in sizes}
+        if kind == "both":
+            self.body: nn.Module = nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **sizes)
+        elif kind == "encoder":
+            self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2, **nested)
+        else:
+            self.body = nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        return self.head(self.body(**{name: self.embed(x) if x.dim() == 3 else x for name, x in inputs.items()}))
+
+
+class MakesItsMask(Sequences):
+    """As the language model in torch's tutorial does, which keeps it."""
+
+    mask: Any = None
+
+    def forward(self, **inputs: Any) -> Tensor:
+        if self.mask is None or len(self.mask) != len(inputs["src"]):
+            self.mask = torch.log(torch.tril(torch.ones(len(inputs["src"]), len(inputs["src"]))))
+        return super().forward(**inputs, mask=self.mask)
+
+
+TORCHS_OWN: dict[str, Any] = {
+    "encoder": (lambda: Sequences("encoder"), {"src": SEQUENCES, "mask": CAUSAL}),
+    "encoder with a mask of booleans": (lambda: Sequences("encoder"), {"src": SEQUENCES, "mask": CAUSAL < 0}),
+    "encoder without nested tensors": (
+        lambda: Sequences("encoder", enable_nested_tensor=False),
+        {"src": SEQUENCES, "mask": CAUSAL < 0, "src_key_padding_mask": NO_PADDING},
+    ),
+    "decoder": (lambda: Sequences("decoder"), {"tgt": SEQUENCES, "memory": SEQUENCES, "tgt_mask": CAUSAL}),
+    "decoder with padding": (
+        lambda: Sequences("decoder"),
+        {
+            "tgt": SEQUENCES,
+            "memory": SEQUENCES,
+            "tgt_mask": CAUSAL,
+            "memory_mask": CAUSAL,
+            "tgt_key_padding_mask": NO_PADDING,
+        },
+    ),
+    "both": (lambda: Sequences("both"), {**BOTH, "tgt_mask": CAUSAL}),
+    "both with all masks": (lambda: Sequences("both"), {**BOTH, "src_mask": CAUSAL, "tgt_mask": CAUSAL}),
+    "time first": (lambda: MakesItsMask("encoder", batch_first=False), {"src": SEQUENCES.transpose(0, 1)}),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", TORCHS_OWN)
+def test_torchs_own_transformers_are_traced_with_the_masks_of_its_examples(name: str, training: bool):
+    make, inputs = TORCHS_OWN[name]
+    model = make().train(training)
+    looks = nn.modules.transformer._detect_is_causal_mask
+    plan = gxd.find_units(model, inputs, batch_dim=1 if name == "time first" else 0)
+    assert sum("linear1" in group.name for group in plan.groups) == 2
+    assert gxd.verify_plan(model, inputs, plan=plan)
+    assert nn.modules.transformer._detect_is_causal_mask is looks and looks(CAUSAL) is True
+    assert model.training is training

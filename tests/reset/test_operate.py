@@ -75,6 +75,41 @@ def test_the_step_of_adam_is_kept_or_reset_by_policy(policy, expected):
     assert opt.state[model.decoder.weight]["step"].item() == 3.0
 
 
+class AdamWithCounts(torch.optim.Optimizer):
+    """Each element, or each row, has a step count of its own, as in the authors' code of Continual Backpropagation."""
+
+    def __init__(self, params, lr=0.01, dtype=torch.float32, rows=False):
+        super().__init__(params, {"lr": lr, "dtype": dtype, "rows": rows})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    like = p[:, :1] if group["rows"] and p.dim() > 1 else p
+                    state["step"] = torch.zeros_like(like, dtype=group["dtype"])
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.001)
+                mean, square = state["exp_avg"] / (1 - 0.9 ** state["step"]), state["exp_avg_sq"]
+                p.sub_(group["lr"] * mean / (square / (1 - 0.999 ** state["step"])).sqrt().add(1e-8))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("policy", ["keep", "reset"])
+def test_a_step_count_of_each_element_begins_anew_with_it(policy, dtype, rows):
+    model, opt, plan = trained(AdamWithCounts, dtype=dtype, rows=rows)
+    gxd.reset_units(model, plan, {"encoder": [2, 5]}, optimizer=opt, step_policy=policy)
+    of_encoder, of_decoder = (opt.state[layer.weight]["step"] for layer in (model.encoder, model.decoder))
+    assert of_encoder[:, 0].tolist() == [0 if row in (2, 5) else 3 for row in range(20)]
+    assert opt.state[model.encoder.bias]["step"].tolist() == of_encoder[:, 0].tolist()
+    columns = [3] * len(of_decoder[0]) if rows else of_encoder[:, 0].tolist()
+    assert of_decoder[0].tolist() == columns, "what all columns share goes on"
+
+
 def trained_by(kind, **options):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 3))

@@ -120,7 +120,7 @@ def _largest(tensor: Tensor, other: Tensor | None = None) -> float:
         return 0.0
     tensor = real(tensor)
     gap = tensor if tensor.is_floating_point() else tensor.double()
-    gap = gap if other is None else gap - real(other)
+    gap = gap if other is None else gap - real(other).to(gap.dtype)
     return float(gap.abs().where(tensor.isfinite(), 0.0).nan_to_num(torch.inf, torch.inf).max())
 
 

@@ -256,7 +256,7 @@ class Program:
         with ExitStack() as stack:
             for _, scorer in self.watched:
                 if scorer.observer.backwards is not None:
-                    stack.enter_context(scorer.observer.backwards.forced())
+                    stack.enter_context(scorer.observer.backwards.telling(True))
             found = torch.autograd.grad(loss, [leaves[n] for n in graded], allow_unused=True)
         gradients = dict(zip(graded, found, strict=True))
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.optim import optimizer as every_optimizer
 from gxd.compile.names import PLAIN, Names
 from gxd.compile.recipe import Recipe
 from gxd.compile.updates import step_of
-from gxd.observe.hooks import Hook
+from gxd.observe.hooks import NOTHING, Hook
 
 CONTAINERS = (dict, list, set, deque)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -92,7 +92,8 @@ class Watch:
         for path, module in self._modules.items():
             for name in HOOKS:
                 for hook in getattr(module, name).values():
-                    if not isinstance(hook, Hook) or (hook.observer is not None and hook.observer not in mine):
+                    ours = isinstance(hook, Hook) and (hook.observer is None or hook.observer in mine)
+                    if not ours and hook is not NOTHING:
                         return f"{path!r} has a {name[1:-1].replace('_', ' ')} of its own"
         if any(_hooks_of_all_modules()):
             return "all modules have a hook (torch.nn.modules.module.register_module_...)"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gxd.errors import ObservationWarning, warn
 from gxd.reset.fresh import distributions, fresh
 from gxd.sandbox.substitute import seed_all
 
@@ -24,6 +27,8 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_LARGEST = 200_000  # objects that are looked at for kept outputs
 Make = Callable[[], nn.Module]
 
 
@@ -32,10 +37,11 @@ def copied(model: nn.Module, make: Make | None) -> nn.Module:
 
     Modules that are in evaluation mode within a model in training mode (a frozen BatchNorm) stay so.
     """
-    tensors = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and not t.is_leaf]
-    memo = {id(t): t.detach().clone() for t in tensors}  # an activation that is kept: torch does not copy a graph
+    # An output that is kept somewhere, such as the distribution of a policy's last action, is copied without its graph:
+    # torch does not copy graphs.
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _outputs(model)}
     try:
-        made = copy.deepcopy(model, memo)
+        made = _deep_copy(model, memo)
     except Exception as error:
         if make is None:
             raise TypeError(
@@ -45,6 +51,56 @@ def copied(model: nn.Module, make: Make | None) -> nn.Module:
         made = _made(make, model)
         made.load_state_dict(model.state_dict())
     return _ready(made, model)
+
+
+def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy. Attributes of modules that cannot be copied are shared with it, and named in a warning."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:
+        shared: dict[str, Any] = {}
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _PARTS and not _can_be_copied(value, memo):
+                    shared[f"{path}.{name}" if path else name] = value
+        if not shared:
+            raise
+        made = copy.deepcopy(model, {**memo, **{id(value): value for value in shared.values()}})
+    warn(
+        f"{', '.join(map(repr, shared))} of the model cannot be copied, so the copies that are trained use the "
+        "same object as the model. If that changes what a copy learns, remove the attribute for the probe",
+        ObservationWarning,
+    )
+    return made
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # whatever a __deepcopy__ raises
+        return False
+    return True
+
+
+def _outputs(model: nn.Module) -> list[Tensor]:
+    """The tensors with a graph that hang on a model, also inside of objects that are no modules."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    pending: deque[Any] = deque(vars(module) for module in model.modules())
+    while pending and len(seen) < _LARGEST:
+        one = pending.popleft()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one  # held, so that no id is used twice
+        if isinstance(one, Tensor):
+            found += [] if one.is_leaf else [one]
+        elif isinstance(one, dict):
+            pending.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset, deque)):
+            pending.extend(one)
+        elif not isinstance(one, (type, ModuleType, FunctionType)) and isinstance(getattr(one, "__dict__", None), dict):
+            pending.append(vars(one))
+    return found
 
 
 def renewed(model: nn.Module, make: Make | None, seed: int) -> nn.Module:

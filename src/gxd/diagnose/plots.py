@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gxd.diagnose.student import quantile
+
 if TYPE_CHECKING:
     from gxd.diagnose.diagnosis import Diagnosis
     from gxd.diagnose.verdict import Probe
@@ -67,14 +69,15 @@ def _smallest(found: Diagnosis) -> float:
 
 
 def probe(found: Probe) -> Any:
-    """The learning curves of the network and of fresh ones: mean and interval over seeds, a little smoothed."""
+    """The learning curves of the network and of fresh ones, a little smoothed: the mean, and the range of one run."""
     figure, axes = _pyplot().subplots(figsize=(7, 4), layout="constrained")
     width = max(1, found.steps // 40)
     for name, colour, label in (("old", _OLD, "this network"), ("fresh", _FRESH, "a fresh one")):
         curves = found.losses[name].double()
         blocks = curves[:, : curves.shape[1] // width * width].unflatten(1, (-1, width)).mean(2)
         steps = [(n + 0.5) * width for n in range(blocks.shape[1])]
-        mean, half = blocks.mean(0), found.quantile * blocks.std(0) / math.sqrt(len(blocks))
+        mean, half = blocks.mean(0), blocks.std(0) * math.sqrt(1 + 1 / len(blocks))
+        half *= quantile(found.confidence, len(blocks) - 1)
         axes.plot(steps, mean.tolist(), color=colour, label=label)
         axes.fill_between(steps, (mean - half).tolist(), (mean + half).tolist(), color=colour, alpha=0.2, linewidth=0)
     axes.axhline(found.start, color="grey", linewidth=0.8, linestyle=":", label="a fresh one before training")

@@ -1,4 +1,4 @@
-"""``gxd.probe``: does a network still learn as a new one does?"""
+"""``gxd.probe``: does a network still learn as well as a fresh one?"""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ from gxd.sandbox.substitute import seed_all
 
 READINESS_BATCHES = 128
 """That optimization readiness, and the loss before training, are measured on."""
+MOST = 4
+"""Fresh networks at most, as a multiple of ``seeds``."""
+_FIRST_SEED = 1_000_003
+"""Of the fresh networks: not one of those that people seed their own networks with, which would make the same one."""
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -38,15 +42,18 @@ def probe(
     *,
     steps: int = 200,
     seeds: int = 5,
+    most: int | None = None,
     fresh: Callable[[], nn.Module] | None = None,
     task: str = "given",
     confidence: float = 0.95,
 ) -> Probe:
-    """Train a copy of the network and a freshly initialised one on the same batches, and compare how they learn.
+    """Train copies of the network and fresh networks on the same data, and compare how much they learn.
 
-    In each of several seeds the batches come in another order, the same for both networks, and the fresh one has other
-    weights. How much each learns, and the verdict, is defined by :class:`gxd.diagnose.verdict.Probe`. Nothing of the
-    model, its gradients, buffers, hooks, or of the global random state changes.
+    The network is trained in several orders of the data, each fresh network in one of them. Fresh networks differ by
+    the luck of their first weights, so the question is whether this network is worse than such luck explains. Where
+    the first ``seeds`` fresh networks do not decide that, more are trained. How much each learns, and the verdict, are
+    defined by :class:`gxd.diagnose.verdict.Probe`. Nothing of the model, its gradients, buffers, hooks, or of the
+    global random state changes.
 
     Give data that are **new to the network**: the next task, not what it was trained on. On old data it is ahead by
     what it remembers, which says nothing about how it learns. Without new data, ``task`` makes some. Train as you
@@ -54,19 +61,23 @@ def probe(
 
     Args:
         model: the network, as it is.
-        make_optimizer: ``parameters -> optimizer``, such as ``lambda p: torch.optim.SGD(p, lr=0.1)``. It begins anew,
-            for both.
+        make_optimizer: ``parameters -> optimizer``, such as ``lambda p: torch.optim.SGD(p, lr=0.1)``. Every run gets a
+            new one.
         data: batches ``(x, y)``, with x as for :func:`gxd.find_units`: a tensor, a tuple of arguments, or a dict. At
             most ``steps`` are taken, and kept; if there are fewer, they come again.
         loss: ``(output of the model, y) -> scalar``.
-        steps: of each run. A fresh network should be well on its way by then.
-        seeds: pairs of runs, 2 or more.
+        steps: of each run. A fresh network should be well on its way by then: the longer the runs, the less fresh
+            networks differ.
+        seeds: orders of the data, and fresh networks to begin with, 2 or more. It takes ``2 * seeds`` runs where the
+            verdict is clear.
+        most: fresh networks at most, which it takes ``seeds + most`` runs to train. Default: ``4 * seeds``. Their
+            number is doubled as long as the verdict is undecided.
         fresh: makes a new network like this one: ``lambda: Net()``. **Recommended**. It draws from torch's global
             random state, which is seeded for it and given back. Default: each module's own ``reset_parameters``, or
             ``_init_weights``, which is not what your constructor does if it initialises in a way of its own.
-        task: ``given``: the data as they are. ``permuted_inputs``: the elements of each input in an order of their own,
-            drawn once per seed. ``random_labels``: the targets shuffled over all examples, to be memorised: of the data
-            only ``steps / 50`` batches are used, so that each comes fifty times.
+        task: ``given``: the data as they are. ``permuted_inputs``: the elements of each input in another order, drawn
+            once per seed. ``random_labels``: the targets shuffled over all examples, to be memorised: of the data only
+            ``steps / 50`` batches are used, so that each comes fifty times.
         confidence: of the interval.
 
     Example::
@@ -77,7 +88,7 @@ def probe(
     """
     arguments.module(model)
     arguments.every("steps", steps)
-    _check_seeds(seeds)
+    counts = _counts(seeds, most)
     arguments.choice("task", task, TASKS)
     if not 0 < arguments.number("confidence", confidence, 0.0, 1.0) < 1:
         raise ValueError(f"confidence={confidence!r} must be a number above 0 and below 1")
@@ -93,27 +104,60 @@ def probe(
         batches = batches_of(data, most_batches(task, steps), next(model.parameters()).device)
         begins: dict[str, list[_Begin]] = {"old": [], "fresh": []}
         losses: dict[str, list[Tensor]] = {"old": [], "fresh": []}
-        for seed in range(seeds):
-            chance = torch.Generator().manual_seed(seed)
-            several = made_new(task, batches, chance)
-            order = [n for _ in range(-(-steps // len(several))) for n in _permutation(len(several), chance)][:steps]
-            for name, network in (("old", copied(model, fresh)), ("fresh", renewed(model, fresh, seed))):
+
+        def run(name: str, network: nn.Module, seed: int, begin: bool) -> None:
+            several, order = _ordered(task, batches, steps, seed)
+            if begin:
                 begins[name].append(_Begin(network, several, loss, seed))
-                losses[name].append(_trained(network, make_optimizer, [several[n] for n in order], loss, seed))
+            losses[name].append(_trained(network, make_optimizer, [several[n] for n in order], loss, seed))
+
+        for seed in range(seeds):
+            run("old", copied(model, fresh), seed, begin=seed == 0)
+        found: Probe | None = None
+        for look, count in enumerate(counts, 1):
+            if found is not None and (found.verdict != "undecided" or found.is_hopeless):
+                break
+            for number in range(len(losses["fresh"]), count):
+                run("fresh", renewed(model, fresh, _FIRST_SEED + number), number % seeds, begin=number < seeds)
+            found = Probe(
+                losses={name: torch.stack(curves) for name, curves in losses.items()},
+                readiness={n: torch.tensor([b.readiness for b in several]) for n, several in begins.items()},
+                start=sum(begin.loss for begin in begins["fresh"]) / seeds,
+                batches=len(batches),
+                task=task,
+                confidence=float(confidence),
+                looks=len(counts),
+                look=look,
+            )
+    assert found is not None
     if len({begin.weights for begin in begins["fresh"]}) == 1:
         warn(
             "fresh= made the same weights for every seed: the interval does not show how fresh networks differ. Let it "
             "draw from torch's global random state, which is seeded for it",
             ObservationWarning,
         )
-    return Probe(
-        losses={name: torch.stack(curves) for name, curves in losses.items()},
-        readiness={n: torch.tensor([b.readiness for b in several]) for n, several in begins.items()},
-        start=sum(begin.loss for begin in begins["fresh"]) / seeds,
-        batches=len(batches),
-        task=task,
-        confidence=float(confidence),
-    )
+    return found
+
+
+def _counts(seeds: Any, most: Any) -> list[int]:
+    """How many fresh networks there are at each look: doubled from ``seeds`` until ``most``."""
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 2:
+        raise ValueError(f"seeds={seeds!r} must be a whole number, 2 or more: an interval needs two runs")
+    most = MOST * seeds if most is None else most
+    if not isinstance(most, int) or isinstance(most, bool) or most < seeds:
+        raise ValueError(f"most={most!r} must be a whole number, and no fewer fresh networks than seeds={seeds}")
+    counts = [seeds]
+    while counts[-1] < most:
+        counts.append(min(2 * counts[-1], most))
+    return counts
+
+
+def _ordered(task: str, batches: list[Batch], steps: int, seed: int) -> tuple[list[Batch], list[int]]:
+    """The batches of a task, and which one each step takes: every one once before any comes again."""
+    chance = torch.Generator().manual_seed(seed)
+    several = made_new(task, batches, chance)
+    rounds = -(-steps // len(several))
+    return several, [n for _ in range(rounds) for n in _permutation(len(several), chance)][:steps]
 
 
 class _Begin:
@@ -165,9 +209,13 @@ def _trained(network: nn.Module, make: MakeOptimizer, batches: list[Batch], loss
 
 
 def _returned(network: nn.Module, x: Any, y: Any, loss: Loss) -> Any:
-    # A model, and a loss, may write to what it is given.
-    args, kwargs = call_arguments(pytree.tree_map_only(Tensor, torch.clone, x))
-    return loss(network(*args, **kwargs), pytree.tree_map_only(Tensor, torch.clone, y))
+    args, kwargs = call_arguments(_cloned(x))
+    return loss(network(*args, **kwargs), _cloned(y))
+
+
+def _cloned(value: Any) -> Any:
+    """A model, and a loss, may write to what they are given."""
+    return value.clone() if type(value) is Tensor else pytree.tree_map_only(Tensor, torch.clone, value)
 
 
 def _checked(value: Any) -> Tensor:
@@ -199,8 +247,3 @@ def _square(tensors: list[Tensor]) -> float:
 def _permutation(length: int, chance: torch.Generator) -> list[int]:
     order: list[int] = torch.randperm(length, generator=chance).tolist()
     return order
-
-
-def _check_seeds(seeds: Any) -> None:
-    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 2:
-        raise ValueError(f"seeds={seeds!r} must be a whole number, 2 or more: an interval needs two runs")

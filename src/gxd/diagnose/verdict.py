@@ -1,4 +1,4 @@
-"""What a probe says: how much of a fresh network's learning a network has lost, with an interval, and a verdict."""
+"""What a probe says: how much less a network learns than a fresh one, with an interval, and a verdict."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from gxd.diagnose import plots
-from gxd.diagnose.student import interval, quantile
+from gxd.diagnose.student import interval, ratio, shares
 from gxd.tables import html_table, shown, text_table
 
 PHASES = 10
 """Parts of a run whose mean losses are compared."""
-HEALTHY, LOST = 0.1, 0.75
+MATTERS = 0.1
+"""A smaller loss of learning than this share is never called losing, however sure it is."""
+HEALTHY, LOST = 1 / 3, 0.75
 """Share of a fresh network's learning that a healthy network has lost at most, and a lost one at least."""
 LEARNS = 0.01
 """A fresh network learns if its loss falls by at least this share of what it was before training, on average."""
@@ -31,26 +33,35 @@ class Probe:
     ``max(0, start - mean loss of the phase)``: how far below a new network's first loss it was, on average. A loss
     above that, or one that is not finite, is nothing learned; it does not count against what is learned later.
 
-    ``gap = 1 - learned by the network / learned by fresh ones``, the means over seeds. Its interval is Student's, over
-    the seeds, with what the two have learned in each taken as a pair.
+    ``gap = 1 - learned by the network / learned by fresh ones``, the means over runs. Above 0, the network learns less
+    than a fresh one; below 0, it learns more.
+
+    The interval of the gap compares the network with *one* fresh network, not with the mean of many. Fresh networks
+    differ by the luck of their first weights, and the network had such luck once, too. So a new network falls outside
+    of the interval in at most 5 % of probes, half of them on each side (:func:`gxd.diagnose.student.ratio`).
 
     ============  =====================================================================================================
     verdict       rule
     ============  =====================================================================================================
-    healthy       the interval ends at or below 0.1: it learns as well as a new network, or nearly so, or better
-    lost          the interval begins at or above 0.75: it learns less than a quarter of what a new network does
-    losing        else, the interval begins above 0
+    lost          the interval begins at or above 0.75: it learns less than a quarter of what a fresh network learns
+    losing        else, the interval begins above 0, and the gap is at least 0.1: it learns less than fresh networks do
+    healthy       else, the interval ends at or below 1/3: it is no worse than fresh networks are among themselves, and
+                  a loss of more than a third is ruled out
     undecided     else; or fresh networks do not learn: by less than 1 % of ``start``, or with an interval around 0
     ============  =====================================================================================================
 
     Attributes:
-        losses: ``old`` (the network) and ``fresh`` -> ``(seeds, steps)`` the loss of each batch before its step.
-        readiness: ``old`` and ``fresh`` -> ``(seeds,)`` optimization readiness before training, see
-            :func:`gxd.diagnose.definitions.readiness`. It is said, and does not enter the verdict.
-        start: the mean loss of fresh networks before training.
+        losses: ``old`` (the network) -> ``(seeds, steps)`` and ``fresh`` -> ``(networks, steps)`` the loss of each
+            batch before its step. Row i of ``old`` has the data in order i, row j of ``fresh`` in order ``j % seeds``.
+        readiness: ``old`` -> ``(1,)`` and ``fresh`` -> ``(seeds,)`` optimization readiness before training, see
+            :func:`gxd.diagnose.definitions.readiness`. It does not enter the verdict.
+        start: the mean loss of the first ``seeds`` fresh networks before training.
         batches: how many different batches there were.
         task: what was learned: ``given``, ``permuted_inputs`` or ``random_labels``.
         confidence: of the interval.
+        looks: how often the verdict could have been asked for, each time with more fresh networks.
+        look: which of these times this is. The interval is wider if there are several, so that stopping as soon as the
+            verdict is clear does not spoil the confidence (:func:`gxd.diagnose.student.shares`).
     """
 
     losses: Mapping[str, Tensor]
@@ -59,11 +70,18 @@ class Probe:
     batches: int
     task: str
     confidence: float
+    looks: int = 1
+    look: int = 1
 
     @property
     def seeds(self) -> int:
-        """How many pairs of runs there were."""
+        """How many orders of the data there were."""
         return len(self.losses["old"])
+
+    @property
+    def networks(self) -> int:
+        """How many fresh networks there were."""
+        return len(self.losses["fresh"])
 
     @property
     def steps(self) -> int:
@@ -72,18 +90,23 @@ class Probe:
 
     @cached_property
     def learned(self) -> dict[str, Tensor]:
-        """``old`` and ``fresh`` -> ``(seeds,)`` how much each run has learned."""
+        """``old`` -> ``(seeds,)`` and ``fresh`` -> ``(networks,)`` how much each run has learned."""
         return {name: self._falls(losses).clamp_min(0).mean(1) for name, losses in self.losses.items()}
 
-    @property
+    @cached_property
     def gap(self) -> float:
-        """The share of a fresh network's learning that is lost; below 0 if the network learns better."""
-        return float(self._gaps.mean())
+        """The share of a fresh network's learning that is lost; below 0 if the network learns more."""
+        old, fresh = self.learned["old"], self.learned["fresh"]
+        return float(1 - old.mean() / fresh.mean())
 
-    @property
+    @cached_property
     def interval(self) -> tuple[float, float]:
-        """Of the gap."""
-        return interval(self._gaps, self.confidence)
+        """Of the gap. NaN if fresh networks learn nothing; ``-math.inf`` if they differ too much for a lower end."""
+        old, fresh = self.learned["old"], self.learned["fresh"]
+        if not fresh.mean() > 0:
+            return math.nan, math.nan
+        low, high = ratio(old, fresh, shares(self.confidence, self.looks)[self.look - 1])
+        return 1 - high, 1 - low
 
     @property
     def verdict(self) -> str:
@@ -91,47 +114,57 @@ class Probe:
         low, high = self.interval
         if not self.fresh_learns or math.isnan(low):
             return "undecided"
-        return "healthy" if high <= HEALTHY else "lost" if low >= LOST else "losing" if low > 0 else "undecided"
+        if low > 0 and self.gap >= MATTERS:
+            return "lost" if low >= LOST else "losing"
+        return "healthy" if high <= HEALTHY else "undecided"
 
-    @property
+    @cached_property
     def fresh_learns(self) -> bool:
         """Whether there is a yardstick."""
         falls = self._falls(self.losses["fresh"]).mean(1)
-        return float(falls.mean()) >= LEARNS * abs(self.start) and interval(falls, self.confidence)[0] > 0
+        return not self.is_hopeless and interval(falls, self.confidence)[0] > 0
 
-    @property
-    def quantile(self) -> float:
-        """Of Student's t, for the intervals of means over seeds."""
-        return quantile(self.confidence, self.seeds - 1)
+    @cached_property
+    def is_hopeless(self) -> bool:
+        """Whether fresh networks learn so little, on average, that more of them would not help."""
+        return not float(self._falls(self.losses["fresh"]).mean()) >= LEARNS * abs(self.start)
 
     @property
     def headline(self) -> str:
         """The verdict, and why, in a sentence."""
-        low, high = self.interval
-        within = f"{100 * self.confidence:g} % interval {100 * low:.0f} to {100 * high:.0f} %"
-        of = f"({within}; {self.seeds} seeds, {self.steps} steps, {self.batches} batches, task {self.task})"
         if not self.fresh_learns:
             return (
                 f"undecided: a fresh network does not learn this in {self.steps} steps, so there is nothing to compare "
                 "with. Take more steps, another learning rate, fresh=lambda: Net(), or data that can be learned"
             )
-        how = f"{abs(100 * self.gap):.0f} % {'less' if self.gap >= 0 else 'more'}"
-        more = "; more seeds or steps would tell" if self.verdict == "undecided" else ""
-        return f"{self.verdict}: the network learns {how} than a fresh one{more} {of}"
-
-    def plot(self) -> Any:
-        """A figure: both learning curves, with the interval over seeds. Needs matplotlib."""
-        return plots.probe(self)
+        low, high = self.interval
+        why = {
+            "lost": "",
+            "losing": "",
+            "healthy": ", no worse than fresh networks among themselves" if self.gap > 0 and low <= 0 else "",
+            "undecided": ", which may be luck: single runs differ too much to tell",
+        }[self.verdict]
+        ends = f"{100 * self.confidence:g} % interval {_range(low, high)}"
+        return f"{self.verdict}: the network learns {_compared(self.gap)} a fresh one{why} ({ends})"
 
     @property
-    def _gaps(self) -> Tensor:
-        """``(seeds,)`` whose mean is the gap, and whose spread is that of a ratio of means (the delta method)."""
-        old, fresh = self.learned["old"], self.learned["fresh"]
-        ratio = old.mean() / fresh.mean()
-        return 1 - ratio - (old - ratio * fresh) / fresh.mean()
+    def notes(self) -> list[str]:
+        """What the numbers rest on, and what to do if there is no verdict."""
+        orders = f"{self.seeds} orders of the data" if self.networks > self.seeds else "as many orders of the data"
+        lines = [
+            f"{self.networks} fresh networks, {orders}, {self.steps} steps each, {self.batches} batches, "
+            f"task {self.task}"
+        ]
+        if self.fresh_learns and self.verdict == "undecided":
+            lines.append("To decide, take more steps (fresh networks then differ less), or more of them: seeds=")
+        return lines
+
+    def plot(self) -> Any:
+        """A figure: both learning curves, with the range of single runs. Needs matplotlib."""
+        return plots.probe(self)
 
     def _falls(self, losses: Tensor) -> Tensor:
-        """``(seeds, phases)`` how far the mean loss of each phase is below the start; 0 where it is not finite."""
+        """``(runs, phases)`` how far the mean loss of each phase is below the start; 0 where it is not finite."""
         phases = losses.double().tensor_split(min(PHASES, losses.shape[1]), 1)
         falls = self.start - torch.stack([phase.mean(1) for phase in phases], 1)
         return falls.where(falls.isfinite(), 0.0)
@@ -146,10 +179,32 @@ class Probe:
         return [[label, shown(values["old"]), shown(values["fresh"])] for label, values in rows.items()]
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *text_table(["", "this network", "a fresh one"], self._rows(), rule=False)])
+        table = text_table(["", "this network", "a fresh one"], self._rows(), rule=False)
+        return "\n".join([self.headline, *table, *self.notes])
 
     def __repr__(self) -> str:
         return f"Probe({self.verdict}, gap={self.gap:.2f}; print it)"
 
     def _repr_html_(self) -> str:
-        return html_table(["", "this network", "a fresh one"], self._rows(), self.headline)
+        return html_table(["", "this network", "a fresh one"], self._rows(), self.headline, self.notes)
+
+
+def _compared(gap: float) -> str:
+    """``31 % less than``. The sign is in the word, never in the number."""
+    share = round(100 * abs(gap))
+    return f"{share} % {_word(gap)} than" if share else "as much as"
+
+
+def _word(gap: float) -> str:
+    return "less" if gap > 0 else "more"
+
+
+def _range(low: float, high: float) -> str:
+    """``25 to 37 % less``, ``11 to 15 % more`` or ``12 % less to 5 % more``: the smaller change first on one side."""
+    less, more = round(100 * high), round(-100 * low) if math.isfinite(low) else math.inf
+    ends = {"less": (-more, less), "more": (-less, more)}
+    if more <= 0 or less <= 0:
+        word = "less" if more <= 0 else "more"
+        near, far = ends[word]
+        return f"{near:g} to {far:g} % {word}" if math.isfinite(far) else f"{near:g} % {word} or better"
+    return f"{less:g} % less to {more:g} % more" if math.isfinite(more) else f"{less:g} % less or better"

@@ -26,8 +26,8 @@ class GxdPlugin(SupervisedPlugin):  # type: ignore[misc]
     Args:
         methods: as for :func:`gxd.attach`; none: the method ``gxd``. Not ``dash``, which needs the data of
             the next task.
-        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs``, the model is
-            traced with the first batch of an experience.
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without
+            ``example_inputs``, the model is traced with the first batch of an experience.
 
     Attributes:
         cbp: what is attached; after an experience closed, but still to be asked.

@@ -12,6 +12,7 @@ from gxd.attachment import Attachment
 from gxd.errors import ObservationError
 from gxd.integrations.base import Session, logged, on_device, required
 from gxd.methods.base import Method
+from gxd.observe.hooks import Plain
 from gxd.observe.output import OutputObserver, Take, logits_in, submodule
 
 required("lightning", "2.2", extra="lightning")
@@ -37,8 +38,9 @@ class GxdCallback(Callback):
         select, target: as for :meth:`gxd.Attachment.observe_output`. Default of the target: ``batch[1]``, or the entry
             ``labels``, ``label``, ``targets``, ``target`` or ``y`` of a batch that is a dict.
         observe: False: ``training_step`` calls ``observe`` itself, as of ``callback.cbp``.
-        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs`` or ``plan``, the
-            model is traced with the module's ``example_input_array``, or with the first batch.
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without
+            ``example_inputs`` or ``plan``, the model is traced with the module's ``example_input_array``, or with the
+            first batch.
 
     Attributes:
         cbp: what is attached; after the ``fit`` closed, but still to be asked.
@@ -127,13 +129,16 @@ class GxdCallback(Callback):
             self._output = attached.observe_output(watched, self._selected, self._targeted, defer=True)
 
     def _counted(self, module: nn.Module) -> list[Any]:
-        def enter(called: nn.Module, args: Any) -> None:
-            self._depth += called is module  # not a copy of it
+        def enter(*call: Any) -> None:
+            self._depth += 1
 
-        def leave(called: nn.Module, args: Any, output: Any) -> None:
-            self._depth -= called is module
+        def leave(*call: Any) -> None:
+            self._depth -= 1
 
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+        return [
+            module.register_forward_pre_hook(Plain(enter)),
+            module.register_forward_hook(Plain(leave), always_call=True),
+        ]
 
     def _selected(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._handles and not self._depth:  # the call for training_step

@@ -14,6 +14,7 @@ from gxd import arguments
 from gxd.attachment import Attachment
 from gxd.integrations.base import Session, logged, on_device, required
 from gxd.methods.base import Method
+from gxd.observe.hooks import Plain
 
 required("stable-baselines3", "2.3", extra="stable-baselines3")
 
@@ -43,7 +44,7 @@ class GxdCallback(BaseCallback):
         parts: which of the parts of the table. Default: all.
         plan: part -> plan, for those that are not to be traced.
         verbose: as for every callback.
-        options: of :func:`gxd.attach` or of :class:`gxd.ContinualBackprop`, for all parts.
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given; for all parts.
 
     Attributes:
         cbps: part -> what is attached; after ``learn()`` closed, but still to be asked.
@@ -163,7 +164,10 @@ class GxdCallback(BaseCallback):
         for name, attached in self.cbps.items():
             attached.discard()  # what the last update has not used
             for key, value in logged(attached).items():
-                self.logger.record(key.replace("gxd/", f"gxd/{name}/", 1), value)
+                # The table in the terminal cuts names at 36 characters, and ends the training if two become the same.
+                # So it has the numbers of the network; those of each method are in the files alone.
+                hidden = ("stdout", "log") if key.count("/") > 1 else None
+                self.logger.record(key.replace("gxd/", f"gxd/{name}/", 1), value, exclude=hidden)
 
     def _on_training_end(self) -> None:
         self._end()
@@ -226,10 +230,10 @@ def _kept(head: nn.Module, kept: list[Tensor]) -> Iterator[None]:
     """Within this context, what a head returns is kept for the one that is called after it."""
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        if module is head and torch.is_grad_enabled():  # not a copy of it
+        if torch.is_grad_enabled():
             kept[:] = [output]
 
-    handle = head.register_forward_hook(keep)
+    handle = head.register_forward_hook(Plain(keep))
     try:
         yield
     finally:
@@ -244,19 +248,18 @@ def _only_on_data(attached: Attachment) -> Iterator[None]:
     model, pause = attached.model, ExitStack()
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module is model and not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
             pause.close()
 
-    def leave(module: nn.Module, *call: Any) -> None:
-        if module is model:
-            pause.close()
-            pause.enter_context(attached.paused())
+    def leave(*call: Any) -> None:
+        pause.close()
+        pause.enter_context(attached.paused())
 
     handles = [
-        model.register_forward_pre_hook(enter, prepend=True),
-        model.register_forward_hook(leave, always_call=True),
+        model.register_forward_pre_hook(Plain(enter), prepend=True),
+        model.register_forward_hook(Plain(leave), always_call=True),
     ]
-    leave(model)
+    leave()
     try:
         yield
     finally:

@@ -44,8 +44,8 @@ class GxdCallback(TrainerCallback):
             that the Trainer computes itself.
         resume_from: the folder whose ``gxd.pt`` training resumes with. Default: that of the checkpoint that ``train()``
             resumes from; False: begin with fresh statistics.
-        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without ``example_inputs`` or ``plan``, the
-            model is traced with two examples of the training data.
+        options: of :func:`gxd.attach`, and of the method ``gxd`` if no other is given. Without
+            ``example_inputs`` or ``plan``, the model is traced with two examples of the training data.
 
     Attributes:
         cbp: what is attached; after ``train()`` closed, but still to be asked.

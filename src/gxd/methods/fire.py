@@ -48,7 +48,8 @@ class Fire(Event):
 
 def isometric(weight: Tensor, layout: Layout, blocks: list[int], rounds: int) -> Tensor:
     """A copy of a weight in which each matrix of these blocks, one per position of the kernel, is near its orthogonal
-    polar factor times ``sqrt(out / in) / positions``. Matrices of one element (depthwise convolutions) stay.
+    polar factor times ``sqrt(out / in) / positions``. Matrices of one element (depthwise convolutions) stay, as do
+    those that are not finite.
     """
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     view = layout.canonical(exact)  # (blocks, out, in, *kernel)
@@ -57,7 +58,8 @@ def isometric(weight: Tensor, layout: Layout, blocks: list[int], rounds: int) ->
         picked = view[blocks]
         matrices = picked.flatten(3).permute(0, 3, 1, 2) if picked.dim() > 3 else picked.unsqueeze(1)
         found = polar(matrices, rounds) * (math.sqrt(out / into) / positions)
-        view[blocks] = found.permute(0, 2, 3, 1).reshape(picked.shape)
+        found = found.permute(0, 2, 3, 1).reshape(picked.shape)
+        view[blocks] = torch.where(found.isfinite(), found, picked)
     return exact.to(weight)
 
 

@@ -38,8 +38,10 @@ class HareAndTortoise(Event):
 
     def act(self, host: Host, own: dict[str, Tensor]) -> dict[str, Tensor]:
         fast = {**{one.name: one.parameter for one in host.trained()}, **_statistics(host)}
-        host.write([Write(tensor, Whole(), own[name]) for name, tensor in fast.items() if name in own])
-        return own
+        # A weight that was not finite for a step has no average from then on: it begins again with what it is now.
+        mended = {n: slow.where(slow.isfinite(), fast[n].detach().to(slow)) for n, slow in own.items() if n in fast}
+        host.write([Write(fast[name], Whole(), slow) for name, slow in mended.items()])
+        return {**own, **mended}
 
     def evaluation_weights(self, host: Host, state: EventState) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = state.own

@@ -29,7 +29,8 @@ class Parseval(Penalty):
         excess = matrix @ matrix.mT
         excess.diagonal().sub_(self.scale)
         gradient = 4.0 * (excess @ matrix)
-        return (gradient.mT if tall else gradient).reshape(parameter.shape)
+        # One element that is not finite would be in all of the product.
+        return (gradient.mT if tall else gradient).reshape(parameter.shape).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @register_method(

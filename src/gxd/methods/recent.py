@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gxd.plan.units import Group, UnitPlan
-from gxd.score.state import UnitState
 from gxd.select.base import YOUNG
 
 RECENT = 1000
@@ -33,16 +30,10 @@ class Recent(NamedTuple):
         empty = torch.full((RECENT,), -1, dtype=torch.int64, device=device)
         return cls(empty, empty)
 
-    def then(self, plan: UnitPlan, units: UnitState, whole: Sequence[tuple[Group, Tensor]]) -> Recent:
-        """With units that begin anew, which are as old as they are in ``units``. Waits for no device."""
-        numbers = {one.name: number for number, one in enumerate(plan.groups)}
-        group, age = [self.group], [self.age]
-        for one, index in whole:
-            number = numbers[one.name]
-            ages = units.ages()[plan.unit_slices[number]][index.to(units.birth.device)]
-            group.append(torch.full_like(ages, number))
-            age.append(ages)
-        return Recent(torch.cat(group)[-RECENT:], torch.cat(age)[-RECENT:])
+    def then(self, group: Tensor, age: Tensor) -> Recent:
+        """With units of these groups and ages, which begin anew. Waits for no device."""
+        groups = torch.cat([self.group, group.to(self.group.device)])
+        return Recent(groups[-RECENT:], torch.cat([self.age, age])[-RECENT:])
 
     def last(self, count: int) -> Recent:
         """The last so many of them, or as many as there are."""

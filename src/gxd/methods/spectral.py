@@ -56,7 +56,8 @@ class Spectral(Penalty):
             values = wide(parameter)
             return 2.0 * k * values.square().sum() ** (k - 1.0) * values
         slope = 2.0 * k * (known.value**k - 1.0) * known.value ** (k - 1.0)
-        return torch.outer(slope * known.left, known.right).view_as(parameter)
+        # The singular value of a matrix that is not finite is not a number, and its vectors are those of before.
+        return torch.outer(slope * known.left, known.right).view_as(parameter).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _matrix(parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gxd.checkpoint import Some
 from gxd.methods.base import Host, Method
 from gxd.methods.recent import Recent
 from gxd.plan.layouts import state_dtype
-from gxd.plan.units import Group, tensor_names
+from gxd.plan.units import Group, UnitPlan, tensor_names
 from gxd.reset.operator import Reset
 from gxd.reset.units import WHOLE
 from gxd.score.state import UnitState, forgotten
@@ -126,20 +126,25 @@ class UnitReset(Method):
         whole = host.reset(groups, references, self.reset, amounts=amounts, initial=state.initial)
         last = Some({group.name: index for group, index in groups})
         total = state.total + sum(len(index) for _, index in groups)
-        recent = state.recent.then(plan, units, whole)
-        return self._forgotten(host, state._replace(last=last, total=total, recent=recent), whole)
+        state = state._replace(last=last, total=total)
+        if not whole:
+            return state
+        places = _places(plan, whole)
+        ages = units.step - units.birth[places.units.to(units.birth.device)]
+        return self._forgotten(state._replace(recent=state.recent.then(places.groups, ages)), places)
 
     def on_reset(self, host: Host, state: UnitResets, chosen: Sequence[tuple[Group, Tensor]]) -> UnitResets:
-        state = self._forgotten(host, state, chosen)
+        state = self._forgotten(state, _places(host.plan, chosen))
         return state._replace(selector=self.selector.recounted(state.selector))
 
     def references(self, host: Host, units: UnitState, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Group name -> ``(views, size)`` the running means of h, of the groups of these numbers."""
         flat, plan = units.references(), host.plan
-        return {
-            plan.groups[n].name: torch.stack([flat[plan.view_slices[view]] for view in plan.views_of[n]])
-            for n in numbers
-        }
+        found = {}
+        for group, views in [(plan.groups[n], plan.views_of[n]) for n in numbers]:
+            start = plan.view_slices[views[0]].start
+            found[group.name] = flat[start : start + len(views) * group.size].view(len(views), group.size)
+        return found
 
     def _may_be_reset(self, host: Host, units: UnitState, number: int) -> bool:
         """A group is left alone, with a warning, on steps that do not show it, and while it is frozen."""
@@ -157,17 +162,31 @@ class UnitReset(Method):
             host.notices.of_left_alone(group.name, why)
         return why is None
 
-    def _forgotten(self, host: Host, state: UnitResets, whole: Sequence[tuple[Group, Tensor]]) -> UnitResets:
+    def _forgotten(self, state: UnitResets, places: _Places) -> UnitResets:
         """What is known of units that begin anew begins anew."""
-        if not whole:
-            return state
-        plan = host.plan
-        numbers = {group.name: number for number, group in enumerate(plan.groups)}
-        chosen = [(numbers[group.name], index) for group, index in whole]
-        flat = torch.cat([index + plan.unit_slices[n].start for n, index in chosen])
-        views = torch.cat([index + plan.view_slices[v].start for n, index in chosen for v in plan.views_of[n]])
-        units = forgotten(state.units, flat, views)
-        return state._replace(units=units, selector=self.selector.forgotten(state.selector, flat))
+        units = forgotten(state.units, places.units, places.views)
+        return state._replace(units=units, selector=self.selector.forgotten(state.selector, places.units))
+
+
+class _Places(NamedTuple):
+    """Some units of several groups: the number of the group of each, and where they stand in the flat tensors of all
+    units and of all views.
+    """
+
+    groups: Tensor
+    units: Tensor
+    views: Tensor
+
+
+def _places(plan: UnitPlan, chosen: Sequence[tuple[Group, Tensor]]) -> _Places:
+    numbers = {group.name: number for number, group in enumerate(plan.groups)}
+    found = [(numbers[group.name], index) for group, index in chosen]
+    units = torch.cat([index + plan.unit_slices[n].start for n, index in found])
+    if len(plan.views) == len(plan.groups):
+        views = units
+    else:
+        views = torch.cat([index + plan.view_slices[v].start for n, index in found for v in plan.views_of[n]])
+    return _Places(torch.tensor([n for n, index in found for _ in range(len(index))]), units, views)
 
 
 def _chosen(host: Host, selection: Selection, soft: bool) -> dict[int, tuple[Tensor, Tensor | None]]:

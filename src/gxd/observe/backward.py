@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gxd.sharded import is_sharded
 
 
 class Stamp(NamedTuple):
@@ -28,6 +30,9 @@ class Backwards:
     1. A backward pass counts if it ends in the ``grad`` of the units' weights. One by ``torch.autograd.grad`` does not.
     2. What earlier passes have shown is void once ``grad`` has been zeroed, or set to None, before the step.
 
+    FSDP2 puts other tensors into the graph than the sharded parameters that are seen here, so with it every backward
+    pass counts.
+
     Args:
         tensors: parameters by name.
         weights: for each view, the names of the weights that its units are made of and read by.
@@ -39,40 +44,56 @@ class Backwards:
     ) -> None:
         self.tensors, self.weights, self.void = tensors, weights, void
         self.refused = False  # whether a backward pass of this step did not count
-        self._forced = False
+        self._told: bool | None = None
+        self._sharded = any(is_sharded(tensors[name]) for names in weights for name in names)
         self._stamps: list[Stamp] = []
         self._running, self._counts = -1, False
+        self._nodes: dict[str, Any] = {}  # of the graph, by weight: where a gradient is added to `grad`
 
-    def counts(self, view: int) -> bool:
-        """Whether the gradient that a running backward pass has just brought to a view counts."""
-        if self._forced:
-            return True
-        running = torch._C._current_graph_task_id()
-        if running != self._running:
-            name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
-            if name is None:  # frozen, as a critic is for its actor's loss
-                return False
-            self._running, self._counts = running, _accumulates(self.tensors[name])
-            self.refused |= not self._counts
-            if self._counts:
-                self._check()
-                gradient = self.tensors[name].grad
-                stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
-                self._stamps.append(Stamp(name, *stamp))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_nodes": {}}  # nodes cannot be copied
+
+    def keep(self, tensor: Tensor, view: int, kept: list[Tensor]) -> None:
+        """Collect the gradients that backward passes bring to a view, in a list: those that count."""
+
+        def arrives(gradient: Tensor) -> None:  # for each view in each backward pass, so that every call counts
+            known = torch._C._current_graph_task_id() == self._running and self._told is None
+            if self._counts if known else self._new_counts(view):
+                kept.append(gradient.detach() if gradient.requires_grad else gradient)
+
+        tensor.register_hook(arrives)
+
+    def _new_counts(self, view: int) -> bool:
+        """Whether the gradient counts that a backward pass has just brought to a view, its first."""
+        if self._told is not None or self._sharded:
+            return self._told is not False
+        name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
+        if name is None:  # frozen, as a critic is for its actor's loss
+            return False
+        weight = self.tensors[name]
+        self._running, self._counts = torch._C._current_graph_task_id(), self._accumulates(name, weight)
+        self.refused |= not self._counts
+        if self._counts:
+            self._check()
+            gradient = weight.grad
+            stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
+            self._stamps.append(Stamp(name, *stamp))
         return self._counts
 
     def stepped(self) -> None:
         """An optimizer has used the gradients so far."""
-        self._stamps, self._running, self.refused = [], -1, False
+        self._stamps, self._running = [], -1
 
     @contextmanager
-    def forced(self) -> Iterator[None]:
-        """Within this context every backward pass counts: a trace takes the gradients of the loss by itself."""
-        self._forced = True
+    def telling(self, counts: bool) -> Iterator[None]:
+        """Within this context backward passes count or do not: a trace takes all gradients by ``autograd.grad``, and
+        knows which are those of the loss.
+        """
+        before, self._told = self._told, counts
         try:
             yield
         finally:
-            self._forced = False
+            self._told = before
 
     def _check(self) -> None:
         """Void what came before, if it did not stay in the gradients."""
@@ -87,10 +108,19 @@ class Backwards:
         # A backward pass adds to it in place, once. Whatever else has written to it may have zeroed it.
         return gradient._version <= stamp.version + 1 or bool(gradient.any())
 
+    def _accumulates(self, name: str, weight: Tensor) -> bool:
+        """Whether the running backward pass ends in ``weight.grad``, as that of ``loss.backward()`` does."""
+        known = self._nodes.get(name)
+        if known is not None and known.variable is weight and _is_executed(known):
+            return True
+        # To find the node takes a while. It may be another one by now, if the weight has changed its type or device.
+        self._nodes[name] = node = torch.autograd.graph.get_gradient_edge(weight).node
+        return _is_executed(node)
 
-def _accumulates(weight: Tensor) -> bool:
-    """Whether the running backward pass ends in ``weight.grad``, as that of ``loss.backward()`` does."""
+
+def _is_executed(node: Any) -> bool:
+    """Whether the running backward pass comes to a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad returns the gradient by this weight
         return False

@@ -8,7 +8,6 @@ those of training without hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,12 +24,13 @@ from gxd.observe.hooks import Begin, End, Hook, Owner, Unseen
 from gxd.observe.reading import sum_of
 from gxd.plan.units import UnitPlan
 
-_NOWHERE = Site("", ("input",), ())  # of a hook in a pickled model
 MOST_PASSES = 256  # forward passes that are kept for an observe() that may never come
 
 
 class Capture:
-    """One view in one forward pass: the tensor its consumers read, and an alias for each of them."""
+    """One view in one forward pass: the tensor its consumers read, an alias for each of them, and the gradients of the
+    loss by these as far as they have arrived.
+    """
 
     __slots__ = ("aliases", "loss_gradients", "source", "version")
 
@@ -51,10 +51,6 @@ class Capture:
                 "lost: make that operation out of place, or leave the layer before it out of the plan (exclude=...)"
             )
         return self.source
-
-    def loss_gradient(self) -> Tensor | None:
-        """The gradient of the loss by the view, through the consumers the loss depends on; None before it arrives."""
-        return sum_of(self.loss_gradients) if self.loss_gradients else None
 
 
 Gradients = Mapping[int, Mapping[int, Tensor]]  # number of the pass -> view -> gradient, of the captured tensor's shape
@@ -159,11 +155,7 @@ class Observer(Owner):
                 continue  # its gradient counts all its consumers already
             capture.aliases.append(alias)
             if self.backwards is not None and alias.requires_grad:
-                alias.register_hook(partial(self._keep, self.backwards, number, capture.loss_gradients))
-
-    def _keep(self, backwards: Backwards, view: int, kept: list[Tensor], gradient: Tensor) -> None:
-        if backwards.counts(view):
-            kept.append(gradient.detach())
+                self.backwards.keep(alias, number, capture.loss_gradients)
 
     def void(self) -> None:
         """The backward passes so far do not count."""
@@ -232,6 +224,7 @@ class Observer(Owner):
         self.running = self.over = False
         if self.backwards is not None:
             self.backwards.stepped()
+            self.backwards.refused = False
 
     def close(self) -> None:
         for handle in (*self.handles, *self.unseen.values()):
@@ -244,13 +237,7 @@ class Observer(Owner):
 class Input(Hook):
     """A consumer is called: it reads an alias of its input from now on, and the alias is kept."""
 
-    def __init__(
-        self,
-        observer: Observer | None = None,
-        module: nn.Module | None = None,
-        site: Site = _NOWHERE,
-        nested: bool = True,
-    ) -> None:
+    def __init__(self, observer: Observer, module: nn.Module, site: Site, nested: bool) -> None:
         super().__init__(observer, module)
         self.site, self.nested = site, nested
         self.plain = site.ports == ("input",)
@@ -280,7 +267,7 @@ class Heads(Input):
 
     def act(self, observer: Observer, *call: Any) -> Any:
         _, output = call
-        return replace_heads(self.module, output, lambda source: self.alias(observer, source))  # type: ignore[arg-type]
+        return replace_heads(self.module, output, lambda source: self.alias(observer, source))
 
     def alias(self, observer: Observer, source: Tensor) -> Tensor:
         observer.capture(self.site.views, source, source)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +44,35 @@ class Owner:
         """Forget the passes so far."""
 
 
-class Hook:
-    """A hook on one module. In a pickle or a deep copy of the model it is inert, unless its observer is copied, too."""
+NOTHING = nullcontext.__exit__  # a function that takes anything and does nothing, and is there without gxd
+
+
+class LeftOut:
+    """A hook that is not in a pickle of the module it hangs on, nor in a copy."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The pickle has an entry for it all the same, because the dict that holds it is the module's own.
+        return getattr, (nullcontext, NOTHING.__name__)
+
+
+class Plain(LeftOut):
+    """A function as a hook."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *call: Any) -> Any:
+        return self.function(*call)
+
+
+class Hook(LeftOut):
+    """A hook that tells an observer of the passes of one module. A deep copy of the module has it, too: inert, unless
+    the observer is copied along.
+    """
 
     always = False  # or only while the observer is active
 
-    def __init__(self, observer: Any = None, module: nn.Module | None = None) -> None:
+    def __init__(self, observer: Any, module: nn.Module) -> None:
         self.observer, self.module = observer, module
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hook:
@@ -58,9 +83,6 @@ class Hook:
         elif copied.module is None:
             copied.module = copy.deepcopy(self.module, memo)
         return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
@@ -123,11 +145,9 @@ class Unseen(Hook):
 
     always = True
 
-    def __init__(
-        self, observer: Observer | None = None, module: nn.Module | None = None, name: str = "", told: bool = False
-    ) -> None:
+    def __init__(self, observer: Observer, module: nn.Module, name: str) -> None:
         super().__init__(observer, module)
-        self.name, self.told = name, told
+        self.name, self.told = name, False
 
     def act(self, observer: Observer, *call: Any) -> None:
         if not self.told:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gxd import arguments
+
 HE = math.sqrt(2.0)
 """Length of a row of weights that are drawn with He's standard deviation, ``sqrt(2 / fan_in)``."""
 NAMES = ("fresh", "initial", "he")
@@ -22,7 +24,7 @@ def check(incoming: Any) -> None:
     allowed = f"{', '.join(map(repr, NAMES))}, a length above 0, or a function (fresh, living, generator) -> rows"
     if isinstance(incoming, str):
         if incoming not in NAMES:
-            raise ValueError(f"incoming={incoming!r} is not one of {allowed}")
+            raise ValueError(f"incoming={incoming!r} is not one of {allowed}{arguments.near(incoming, NAMES)}")
     elif isinstance(incoming, (int, float)) and not isinstance(incoming, bool):
         if not 0 < incoming < math.inf:
             raise ValueError(f"incoming={incoming!r} is not one of {allowed}")

@@ -104,6 +104,7 @@ class Memory(NamedTuple):
 
 KEPT = Memory(Known(KEEP))
 _NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_WHOLE = {torch.int32, torch.int64}
 
 
 def understand(key: Any, value: Any, parameter: Tensor, classes: tuple[str, ...]) -> Memory:
@@ -118,19 +119,22 @@ def understand(key: Any, value: Any, parameter: Tensor, classes: tuple[str, ...]
     shape = parameter.shape
     if value.numel() == 1 and (known is None or known.kind == COUNTER or value.shape != shape):  # shared by all slices
         return Memory(known) if known is not None and (known.kind == COUNTER or known.flat) else KEPT
-    if known is None or known.why or _is_coded(value):
+    if known is None or known.why or _is_coded(value, known):
         raise NotUnderstood(known.why if known is not None and known.why else _why_not(value))
+    if known.kind == COUNTER:  # each element has its own, which begins anew with its slice as a memory does
+        known = Known(GRADIENT, known.begin)
     seen = value if value.shape == shape else _with_axes_of(shape, value, known)
-    if seen is None or known.kind == COUNTER:
+    if seen is None:
         raise NotUnderstood("it has not the shape of its parameter, so its slices are not the parameter's")
     return Memory(known, seen)
 
 
-def _is_coded(value: Tensor) -> bool:
+def _is_coded(value: Tensor, known: Known | None = None) -> bool:
     """Whether the elements of a tensor are something else than the numbers they stand for, or cannot be written."""
     value = local(value)
     plain = type(value) is Tensor or type(value) is nn.Parameter
-    return not plain or value.dtype not in _NUMBERS or value.layout != torch.strided or value.is_meta
+    whole = known is not None and known.kind == COUNTER and value.dtype in _WHOLE
+    return not plain or not (whole or value.dtype in _NUMBERS) or value.layout != torch.strided or value.is_meta
 
 
 def _why_not(value: Any) -> str:

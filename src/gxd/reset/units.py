@@ -188,34 +188,32 @@ def reset_writes(
 
     Everything is read here: old weights, old references, fresh weights, initialisers of the user.
     """
+    shifts: list[Write] = []
     writes: list[Write] = []
-    far = {group.name: _far(amounts.get(group.name), reset.blend, len(index)) for group, index in selection}
+    zeros: list[Write] = []  # last, so that a fresh row does not bring a zeroed column back
     for group, index in selection:
-        if group.name in references and reset.lost:
-            for view, reference in zip(group.views, references[group.name], strict=True):
-                mean, k = reference.index_select(0, index.to(reference.device)), view.columns.shape[1]
-                amount = _scaled(far[group.name], reset.lost)
-                mean = mean if amount is None else mean * amount.to(mean)
-                mean = mean if k == 1 else mean.repeat_interleave(k)
-                for consumer in view.consumers:
-                    writes += compensation(tensors, consumer, view.columns_of(index), mean)
-    for group, index in selection:
-        amount = far[group.name]
+        amount = _far(amounts.get(group.name), reset.blend, len(index))
         for producer in group.producers:
             writes.append(incoming(tensors, producer, index, generator, reset, initial, amount))
         if reset.offset == "zero":
             writes += offsets(tensors, group, index, amount)
-    for group, index in (
-        selection if reset.lost else ()
-    ):  # last, so that a fresh row does not bring a zeroed column back
-        amount = _scaled(far[group.name], reset.lost)
-        for view in group.views:
-            columns = view.columns_of(index)
-            each = _repeated(amount, view.columns.shape[1])
+        if not reset.lost:
+            continue
+        amount, means = _scaled(amount, reset.lost), references.get(group.name)
+        for number, view in enumerate(group.views):
+            columns, k = view.columns_of(index), view.columns.shape[1]
+            mean = None
+            if means is not None:
+                mean = means[number].index_select(0, index.to(means.device))
+                mean = mean if amount is None else mean * amount.to(mean)
+                mean = mean if k == 1 else mean.repeat_interleave(k)
+            each = _repeated(amount, k)
             for consumer in view.consumers:
                 where = _slices(consumer.layout, "columns", columns)
-                writes.append(Write(tensors[consumer.weight], where, 0.0, amount=each))
-    return writes
+                if mean is not None:
+                    shifts += compensation(tensors, consumer, where, mean)
+                zeros.append(Write(tensors[consumer.weight], where, 0.0, amount=each))
+    return [*shifts, *writes, *zeros]
 
 
 def _far(amount: Tensor | None, blend: float, units: int) -> Tensor | None:
@@ -237,23 +235,25 @@ def _repeated(amount: Tensor | None, times: int) -> Tensor | None:
     return amount if amount is None or not amount.dim() or times == 1 else amount.repeat_interleave(times)
 
 
-def compensation(tensors: Mapping[str, Tensor], consumer: Consumer, columns: Tensor, mean: Tensor) -> list[Write]:
+def compensation(
+    tensors: Mapping[str, Tensor], consumer: Consumer, where: AlongAxis | InBlocks, mean: Tensor
+) -> list[Write]:
     """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following
-    BatchNorm.
+    BatchNorm. ``where``: the columns i.
     """
     target = consumer.bias or consumer.running_mean
     if target is None:
         return []
     full, layout = tensors[consumer.weight], consumer.layout
     mean, axis = mean.to(full.device), layout.axis("columns")
-    flow = read(_slices(layout, "columns", columns), full)
+    flow = read(where, full)
     flow = (flow.flatten(2).sum(2) if flow.dim() > 2 else flow).to(mean.dtype)
     if axis is not None:
         shift = flow @ mean if axis else mean @ flow
     else:  # (columns, out / groups)
         groups, rows, width = layout.canonical_shape(full.shape)[:3]
         blocks = torch.zeros(groups, rows, dtype=mean.dtype, device=flow.device)
-        shift = blocks.index_add_(0, columns.to(flow.device) // width, flow * mean.unsqueeze(1)).flatten()
+        shift = blocks.index_add_(0, where.index.to(flow.device) // width, flow * mean.unsqueeze(1)).flatten()
     sign = 1.0 if consumer.bias is not None else -1.0
     return [Write(tensors[target], Whole(), shift, times=sign * consumer.kernel_share)]
 

@@ -62,14 +62,16 @@ class AlongAxis:
     index: Tensor
 
     def read(self, tensor: Tensor) -> Tensor:
-        return tensor.index_select(self.axis, self.index.to(tensor.device))
+        return tensor.index_select(self.axis, self._on(tensor))
 
     def set(self, tensor: Tensor, value: Tensor | float) -> None:
-        index = self.index.to(tensor.device)
         if isinstance(value, Tensor):
-            tensor.index_copy_(self.axis, index, value.to(tensor))
+            tensor.index_copy_(self.axis, self._on(tensor), value.to(tensor))
         else:
-            tensor.index_fill_(self.axis, index, value)
+            tensor.index_fill_(self.axis, self._on(tensor), value)
+
+    def _on(self, tensor: Tensor) -> Tensor:
+        return self.index if self.index.device == tensor.device else self.index.to(tensor.device)
 
     def belong_to(self, tensor: Tensor, shape: torch.Size) -> bool:
         return tensor.shape[self.axis] == shape[self.axis]
@@ -197,13 +199,16 @@ class Write:
     def write(self) -> None:
         if self.times is not None:
             assert isinstance(self.value, Tensor)
-            self.tensor.add_(self.value.to(self.tensor), alpha=self.times)
+            new = torch.add(self.tensor, self.value.to(self.tensor), alpha=self.times)
+            # A weight that is not finite has no mean to move, and must not spread to what is.
+            self.tensor.copy_(torch.where(new.isfinite(), new, self.tensor))
         elif self.amount is None:
             self.where.set(self.tensor, self.value)
         else:
             old, amount = self.where.read(self.tensor), self.where.spread(self.amount, self.tensor)
             value = self.value.to(old) if isinstance(self.value, Tensor) else torch.full_like(old, self.value)
-            self.where.set(self.tensor, torch.lerp(old, value, amount))
+            # All the way is the value itself: on the way from what is not finite there is no number.
+            self.where.set(self.tensor, torch.where(amount == 1, value, torch.lerp(old, value, amount)))
 
     def undo(self, old: Tensor) -> None:
         self.where.set(self.tensor, old)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from gxd.notices import Notices
 from gxd.observe.backward import Backwards
 from gxd.observe.captures import Gradients, Observer, Pass
 from gxd.observe.direction import Direction
+from gxd.observe.reading import sum_of
 from gxd.plan.units import UnitPlan
 from gxd.processes import Processes
 from gxd.score.curvature import needing_second_derivatives
@@ -60,7 +61,7 @@ class Scorer:
         self.plan, self.tensors, self.utility, self.units = plan, tensors, utility, units
         self.noise, self.processes, self.notices, self.scaler = noise, processes, notices, scaler
         self.scoring = Scoring(plan, utility, positions, decay, noise, processes)
-        self.scoring.one = units.mean.new_ones(())
+        self.scoring.follow(units.mean)
         self.sums: Sums = NOTHING
         backwards = Backwards(tensors, weights_of(plan), self._void) if utility.gradient == "loss" else None
         self.observer = Observer(model, plan, backwards, self._pass_begins)
@@ -128,16 +129,17 @@ class Scorer:
         ready: list[Pass] = []
         waiting: list[Pass] = []
         gradients: dict[int, dict[int, Tensor]] = {}
+        of_loss = self.utility.gradient == "loss"
         for one in self.observer.passes:
-            found = {view: c.loss_gradient() for view, c in one.items()} if self.utility.gradient == "loss" else {}
-            if self.utility.gradient == "loss" and all(g is None for g in found.values()):
+            found = {view: sum_of(c.loss_gradients) for view, c in one.items() if c.loss_gradients} if of_loss else {}
+            if of_loss and not found:
                 waiting.append(one)
-            else:
-                unscale = 1.0 / float(self.scaler.get_scale()) if found and self.scaler is not None else 1.0
-                gradients[len(ready)] = {
-                    view: g if unscale == 1.0 else g * unscale for view, g in found.items() if g is not None
-                }
-                ready.append(one)
+                continue
+            if found and self.scaler is not None:
+                unscale = 1.0 / float(self.scaler.get_scale())
+                found = found if unscale == 1.0 else {view: g * unscale for view, g in found.items()}
+            gradients[len(ready)] = found
+            ready.append(one)
         self.observer.passes = waiting
         return self.scoring.add(units, sums, tensors, ready, [gradients], None) if ready else sums
 
@@ -172,13 +174,17 @@ class Scorer:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within this context, passes are captured by themselves: for a trace of the step."""
+        """Within this context, passes are captured by themselves: for a trace of the step, which says itself whose
+        gradients are the loss's.
+        """
         observer = self.observer
         before = (observer.passes, observer.active, observer.running, observer.over)
         observer.passes, observer.active, observer.running, observer.over = [], True, False, False
         on_pass, observer.on_pass = observer.on_pass, lambda: None
+        backwards = observer.backwards
         try:
-            yield
+            with nullcontext() if backwards is None else backwards.telling(False):
+                yield
         finally:
             observer.passes, observer.active, observer.running, observer.over = before
             observer.on_pass = on_pass
@@ -229,7 +235,7 @@ class Scorer:
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        self.scoring.one = self.units.mean.new_ones(())
+        self.scoring.follow(self.units.mean)
         if not self.sums.empty:
             sums = self.scoring.counted(self.sums)
             self.sums = mapped(sums, lambda tensor: tensor.to(device))

@@ -52,7 +52,12 @@ class Scoring:
         self.group_of = [group for group, numbers in enumerate(plan.views_of) for _ in numbers]
         self.widths = [reader.n for reader in self.readers]
         self.sizes = [group.size for group in plan.groups]
+        self.group_of_unit = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
         self.one: Tensor | None = None  # kept for the next step
+
+    def follow(self, like: Tensor) -> None:
+        """Keep what is needed at every step where the statistics are."""
+        self.one, self.group_of_unit = like.new_ones(()), self.group_of_unit.to(like.device)
 
     @torch.no_grad()
     def add(
@@ -126,16 +131,24 @@ class Scoring:
             utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
         else:
             utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
-        return updated(state, mean, utility, self._gram_ahead(state, sums), seen, wait)
+        return updated(state, mean, utility, self._gram_ahead(state, sums) if state.gram else (), seen, wait)
 
     def _shares(self, score: Tensor, seen: Tensor | None, wait: bool) -> tuple[Tensor, Tensor | None]:
         """Scores over the mean of their group, and which units were seen: not those of a group without any score."""
-        means = torch.cat([part.mean().expand(len(part)) for part in score.split(self.sizes)])
+        if len(set(self.sizes)) == 1:
+            means = score.reshape(len(self.sizes), -1).mean(1)
+        else:
+            means = torch.stack([part.mean() for part in score.split(self.sizes)])
+        if wait and all(means.tolist()):
+            return score / self._each(means), seen
         shown = means != 0
-        if not wait or not bool(shown.all()):
-            score, means = score.where(shown, 0.0), means.where(shown, 1.0)
-            seen = shown if seen is None else shown & seen
-        return score / means, seen
+        each = self._each(shown)
+        score = score.where(each, 0.0) / self._each(means.where(shown, 1.0))
+        return score, each if seen is None else each & seen
+
+    def _each(self, of_groups: Tensor) -> Tensor:
+        """``(units,)`` what holds for the group of each unit."""
+        return of_groups.index_select(0, self.group_of_unit)
 
     def mean_scores(self, sums: Sums) -> tuple[Tensor, Tensor | None]:
         """``(units,)`` the mean scores over all examples, and which units were seen (None: all)."""
@@ -163,7 +176,7 @@ class Scoring:
 
     def _whole(self, state: UnitState, weights: Weights, h: Tensor, directions: Iterable[Gradients]) -> Sums:
         """One pass that shows all units side by side, as in most training loops: no sums, no counts."""
-        count, mean = len(h), h.mean(0)
+        count, mean = h.shape[0], h.mean(0)
         ahead = averaged((state.mean, state.mean_weight), mean, None, self.decay, self.one)
         references = ahead[0] / ahead[1]
         h = h.unsqueeze(1)
@@ -257,12 +270,11 @@ class Scoring:
         if not self.flat or len(one) != len(self.all_views):
             return None
         sources = [one[n].checked() for n in self.all_views]
-        examples = len(sources[0])
-        for source, width in zip(sources, self.widths, strict=True):
-            if source.shape != (examples, width):
-                return None
+        examples = sources[0].shape[0]
+        if not examples or [source.shape for source in sources] != [(examples, width) for width in self.widths]:
+            return None
         h = side_by_side(sources).detach()
-        return (h if h.dtype == dtype else h.to(dtype)) if examples else None
+        return h if h.dtype == dtype else h.to(dtype)
 
     def _blocks(self, number: int, one: Pass, examples: int | None, dtype: torch.dtype) -> list[Block]:
         blocks: list[Block] = []

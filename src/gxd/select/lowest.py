@@ -89,22 +89,33 @@ class LowestRate(Selector):
     ) -> tuple[Selection, Budgets]:
         assert state.cohorts is not None
         budget, eligible, young = list(state.budget), list(state.cohorts.eligible), list(state.cohorts.young)
-        utility = units.utility / units.utility_weight  # NaN where nothing was observed
+        maturities = state.cohorts.maturities
         chosen: Selection = {}
+        # Of all groups at once: a small network has as many operations as groups, and no work for any of them.
+        if len(set(maturities)) == 1:
+            mature = units.birth < units.step - maturities[0]
+        else:
+            parts = zip(plan.unit_slices, maturities, strict=True)
+            mature = torch.cat([units.birth[where] < units.step - maturity for where, maturity in parts])
+        order = ordered(units.utility / units.utility_weight, mature)  # NaN where nothing was observed
         for number, where in enumerate(plan.unit_slices):
             count = min(math.floor(budget[number]), eligible[number])
             budget[number] -= count
             if count and allowed(number):
-                mature = units.birth[where] < units.step - state.cohorts.maturities[number]
-                chosen[number] = self.choose(units, number, where, utility[where], mature, count)
+                chosen[number] = self.choose(units, number, where, order, mature, count)
                 eligible[number] -= count
                 young[number] = (*young[number], (units.step, count))
-        cohorts = Cohorts(tuple(eligible), tuple(young), state.cohorts.maturities)
+        cohorts = Cohorts(tuple(eligible), tuple(young), maturities)
         return chosen, Budgets(tuple(budget), cohorts)
 
-    def choose(self, units: UnitState, group: int, where: slice, utility: Tensor, mature: Tensor, count: int) -> Tensor:
-        """Indices of the ``count`` units of a group that go, ascending."""
-        return lowest(utility, mature, count)
+    def choose(self, units: UnitState, group: int, where: slice, order: Tensor, mature: Tensor, count: int) -> Tensor:
+        """Indices of the ``count`` units of a group that go, ascending.
+
+        Args:
+            where: the units of the group, in the flat tensors of all units.
+            order: utilities, see :func:`ordered`.
+        """
+        return first(order[where], count)
 
     def recounted(self, state: Budgets) -> Budgets:
         return state._replace(cohorts=None)
@@ -134,12 +145,21 @@ def lowest(utility: Tensor, eligible: Tensor, count: int) -> Tensor:
         eligible: ``(n,)`` whether each unit may be reset.
         count: how many; at most as many as are eligible.
     """
+    return first(ordered(utility, eligible), count)
+
+
+def ordered(utility: Tensor, eligible: Tensor) -> Tensor:
+    """Utilities such that the units to be reset come first, and those that may not be reset last."""
     # The last of the eligible units must still come before the ones that may not be reset.
     largest = torch.finfo(utility.dtype).max
-    utility = torch.where(eligible, utility.nan_to_num(largest, largest), math.inf)
+    return utility.nan_to_num(largest, largest).where(eligible, math.inf)
+
+
+def first(order: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` units that come first, ascending; ties go to the lower index."""
     if count == 1:
-        return utility.argmin(0, keepdim=True)
-    return utility.argsort(stable=True)[:count].sort().values
+        return order.argmin(0, keepdim=True)
+    return order.argsort(stable=True)[:count].sort().values
 
 
 def _counted(plan: UnitPlan, units: UnitState, maturities: tuple[int, ...]) -> Cohorts:

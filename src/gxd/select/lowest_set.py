@@ -36,8 +36,8 @@ class LowestSet(LowestRate):
     def __init__(self, rate: float = 1e-4, maturity: int = 100, score_every: int = 1) -> None:
         super().__init__(rate, maturity, score_every)
 
-    def choose(self, units: UnitState, group: int, where: slice, utility: Tensor, mature: Tensor, count: int) -> Tensor:
-        return lowest_set(units.joint(group, where), mature, count)
+    def choose(self, units: UnitState, group: int, where: slice, order: Tensor, mature: Tensor, count: int) -> Tensor:
+        return lowest_set(units.joint(group, where), mature[where], count)
 
 
 def lowest_set(gram: Tensor, eligible: Tensor, count: int) -> Tensor:

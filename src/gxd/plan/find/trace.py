@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn.modules import transformer
 from torch.utils._pytree import tree_map_only
 
 from gxd.errors import TraceError
@@ -123,8 +124,8 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _prepared(model: nn.Module, training: bool) -> Iterator[None]:
-    """Everything in one mode, and without what a trace must not meet: a cumulative BatchNorm reads its counter, and a
-    cache is no tensor.
+    """Everything in one mode, and without what a trace must not meet: a cumulative BatchNorm reads its counter, a
+    cache is no tensor, and torch's own Transformer looks whether a mask is causal.
     """
     changed: list[tuple[Any, str, Any]] = []
 
@@ -133,6 +134,8 @@ def _prepared(model: nn.Module, training: bool) -> Iterator[None]:
         setattr(owner, name, value)
 
     try:
+        # No is the answer that is right for every mask: a causal one is then read like any other.
+        change(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
         for module in model.modules():
             change(module, "training", training)
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
