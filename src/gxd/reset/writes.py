@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from gxd.plan.layouts import Layout
-from gxd.sharded import is_sharded, local, part_of, region, summed
+from gxd.sharded import is_sharded, local, part_of, region, summed, whole
+
+SAMPLE = 64  # slices that the usual one is the mean of, about
 
 
 class Slices(Protocol):
@@ -138,6 +140,18 @@ def read(where: Slices, tensor: Tensor) -> Tensor:
     found = torch.zeros(inside.shape, dtype=tensor.dtype, device=tensor.device)
     found[inside] = entries.read(local(tensor))
     return summed(found, tensor)
+
+
+def usual(where: Slices, tensor: Tensor) -> Tensor:
+    """What slices like these hold, in the shape of ``where.read``: the mean over a sample of all slices."""
+    full = whole(tensor)
+    if isinstance(where, AlongAxis):
+        slices = full.shape[where.axis]
+        sample = torch.arange(0, slices, max(1, slices // SAMPLE), device=full.device)
+        mean = full.index_select(where.axis, sample).mean(where.axis, keepdim=True)
+    else:
+        mean = full.mean()
+    return mean.expand(where.read(full).shape)
 
 
 def _in_shard(where: Slices, tensor: Tensor) -> tuple[Tensor, Entries]:
