@@ -31,6 +31,8 @@ FIELDS = {
     **{name: name for name in ("maturity", "decay", "compensate", "score_every", "positions")},
 }
 """Options of continual_backprop that are fields of an experiment -> the field."""
+CHANGED = {"parseval": ("decoupled",), "spectral": ("decoupled",)}
+"""Method -> options whose default was another one once. They are always written, so a key names the run it named."""
 
 
 def names() -> list[str]:
@@ -75,7 +77,8 @@ def load(file: Path) -> ModuleType:
 
 
 def canonical(method: str, given: Any) -> tuple[str, ...]:
-    """The options of a method as sorted texts ``NAME=VALUE``, without those that have their default.
+    """The options of a method as sorted texts ``NAME=VALUE``, without those that have their default, except where that
+    default was :data:`changed <CHANGED>`.
 
     Args:
         given: texts ``NAME=VALUE``, or a table of names and values.
@@ -86,9 +89,11 @@ def canonical(method: str, given: Any) -> tuple[str, ...]:
     values = _table(given)
     if method == "backprop" and values:
         raise UserError(f"option {next(iter(values))!r}: backprop has no options; choose another method")
-    if not values:
+    changed = CHANGED.get(method, ())
+    if not values and not changed:
         return ()
     info = gxd.methods()[registered(method)]
+    values = {**{name: info.options[name] for name in changed}, **values}
     known = _own(info.name)
     for name in values:
         if name in info.options and name not in known:
@@ -103,7 +108,8 @@ def canonical(method: str, given: Any) -> tuple[str, ...]:
         gxd.method(info.name, **values)
     except (TypeError, ValueError) as error:  # out of its range; only the method knows
         raise UserError(f"an option of {method}: {' '.join(str(error).split())}") from error
-    return tuple(f"{name}={_text(values[name])}" for name in sorted(values) if values[name] != info.options[name])
+    written = [name for name in sorted(values) if name in changed or values[name] != info.options[name]]
+    return tuple(f"{name}={_text(values[name])}" for name in written)
 
 
 def values_of(options: tuple[str, ...]) -> dict[str, Any]:
