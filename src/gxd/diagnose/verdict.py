@@ -150,13 +150,12 @@ class Probe:
     @property
     def notes(self) -> list[str]:
         """What the numbers rest on, and what to do if there is no verdict."""
-        orders = f"{self.seeds} orders of the data" if self.networks > self.seeds else "as many orders of the data"
         lines = [
-            f"{self.networks} fresh networks, {orders}, {self.steps} steps each, {self.batches} batches, "
-            f"task {self.task}"
+            f"{self.networks} fresh networks, {self.seeds} orders of the data, {self.steps} steps each, "
+            f"{self.batches} batches, task {self.task}"
         ]
         if self.fresh_learns and self.verdict == "undecided":
-            lines.append("To decide, take more steps (fresh networks then differ less), or more of them: seeds=")
+            lines.append("To decide: more steps=, because fresh networks then differ less, or more seeds=")
         return lines
 
     def plot(self) -> Any:
