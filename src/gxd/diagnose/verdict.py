@@ -46,7 +46,7 @@ class Probe:
     ============  =====================================================================================================
     lost          the interval begins at or above 0.75: it learns less than a quarter of what a fresh network learns
     losing        else, the interval begins above 0, and the gap is at least 0.1: it learns less than fresh networks do
-    healthy       else, the interval ends at or below 1/3: it is within the range of fresh networks, or hardly worse, and
+    healthy       else, the interval ends at or below 1/3: within the range of fresh networks, or hardly worse, and
                   a loss of more than a third is ruled out
     undecided     else; or fresh networks do not learn: by less than 1 % of ``start``, or with an interval around 0
     ============  =====================================================================================================
