@@ -204,7 +204,7 @@ class Acting:
                 part.host.stepping = None
 
     def _between_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer before the last has stepped: the gradients that it used count, even if they are zeroed now."""
+        """Another optimizer than the last has stepped: the gradients it used count, even if they are zeroed now."""
         for part in self._parts:
             if part.scorer is not None and part.scorer.observer.backwards is not None:
                 part.scorer.observer.backwards.stepped()

@@ -49,7 +49,7 @@ def orthogonal(fresh: Tensor, living: Tensor, chance: torch.Generator) -> Tensor
     """Of He's length, orthogonal to the strong directions of the living rows, where there is room."""
     rows = directions(fresh, chance)
     basis = torch.linalg.svd(living, full_matrices=False)
-    strong = basis.Vh[basis.S > 0.1 * basis.S.max()]
+    strong = basis.Vh[0.1 * basis.S.max() < basis.S]
     rest = rows - rows @ strong.T @ strong
     rows = torch.where(rest.norm(dim=1, keepdim=True) > 0.1, rest, rows)
     return rows / rows.norm(dim=1, keepdim=True) * math.sqrt(2)
