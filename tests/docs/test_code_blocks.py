@@ -1,6 +1,5 @@
 """The Python of the README and of the site runs as it stands. (Those of docs/frameworks: tests/integrations.)"""
 
-import math
 import re
 import textwrap
 from pathlib import Path
@@ -37,7 +36,7 @@ def names() -> dict[str, Any]:
     """What the pages take for granted."""
     torch.manual_seed(0)
     model, x, y = Net(), torch.randn(32, 4), torch.randint(0, 3, (32,))
-    known: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "gxd": gxd, "math": math, "Net": Net, "x": x, "y": y}
+    known: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "gxd": gxd, "Net": Net, "x": x, "y": y}
     data = {"stream": [(x, y)] * 3, "new_data": [(x, y)] * 20, "next_task": [(x, y)] * 20, "step": 1}
     tools = {name: MagicMock() for name in ("wandb", "mlflow", "writer")}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -61,7 +60,7 @@ def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 APART = (
     "README.md",
-    "docs/age.md",
+    "docs/reach.md",
     "docs/extending.md",
     "docs/optimizers.md",
     "docs/leaderboard.md",
