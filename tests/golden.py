@@ -120,6 +120,11 @@ def table() -> Iterator[Case]:
         yield Case("layer_norm", utility, "adamw", "every_step", "autocast")
         yield Case("silu", utility, "adam", "every_step", "scaler")
         yield Case("branches", utility, "adam", "every_step", "two_optimizers")
+    for regime in ("every_step", "score_every", "accumulation", "resume", "compiled"):
+        yield Case("silu", "gxd_loss", "adam", regime, settings={"ranking": "age"})
+        yield Case("attention", "gxd_loss", "sgd", regime, settings={"ranking": "age"})
+        yield Case("branches", "gxd_loss", "momentum", regime, settings={"ranking": "age"})
+    yield Case("tasks", "gxd_loss", "adam", "every_step", "tasks", settings={"ranking": "age"})
     for special, utility in [("score", "gxd"), ("score", "gxi"), ("probabilities", "gxd"), ("nonfinite", "gxd")]:
         yield Case("leaky_relu", utility, "adam", "accumulation", special)
     for special in ("double", "evaluation", "deepcopy", "by_hand", "reset_units"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from gxd.errors import NonFiniteWarning, ObservationWarning, warn
@@ -15,13 +16,13 @@ class Notices:
 
     Attributes:
         passes: how many there were since the optimizer's last step.
-        nonfinite: how many non-finite observations were spoken of.
+        nonfinite: the count of non-finite observations above which the user is warned; infinite when that is done.
     """
 
     def __init__(self, utility: Utility | None) -> None:
         self.utility = utility
         self.passes = 0
-        self.nonfinite = 0
+        self.nonfinite: float = 0
         self._groups: set[str] = set()  # that a warning has named
         self._told_of_passes = False
 
@@ -70,19 +71,19 @@ class Notices:
     def of_nonfinite(self, count: int) -> None:
         """There were so many non-finite observations so far."""
         if count > self.nonfinite:
-            self.nonfinite = count
+            self.nonfinite = math.inf
             warn(
                 "a non-finite observation (inf or NaN in activations, gradients or scores, or a target outside "
-                f"[0, 1]) was left out of the statistics, {count} so far; if it goes on, lower the learning rate or "
-                "the replacement rate",
+                "[0, 1]) was left out of the statistics. Further ones are only counted, in "
+                "metrics()['gxd/nonfinite_observations']: if it grows, lower the learning rate or the replacement rate",
                 NonFiniteWarning,
             )
 
     def of_no_boundary(self, method: str, steps: int) -> None:
         """It waits for the end of a task, and none came in so many steps."""
         warn(
-            f"{method} acts at the end of a task, and in {steps} steps there was none: call boundary() of what "
-            "gxd.attach returned where a task ends, or give the number of steps after which it acts, if it has an "
-            "option for that (every=..., at=...)",
+            f"{method} acts at the end of a task, and in {steps} steps there was none, so it has done nothing yet. "
+            "Call boundary() of what gxd.attach returned where a task ends, or give the number of steps after which it "
+            "acts, if it has an option for that (every=..., at=...). If the first task is longer, all is well",
             ObservationWarning,
         )

@@ -486,7 +486,7 @@ def test_a_non_finite_batch_is_counted_and_leaves_no_trace_in_the_statistics(uti
     clean.train()
     utilities, references, ages = rig.cbp.utilities(), rig.cbp.references(), rig.cbp.ages()
     look(rig, spoiled(value))
-    with pytest.warns(gxd.NonFiniteWarning, match=r"non-finite.*1 so far.*lower the learning rate"):
+    with pytest.warns(gxd.NonFiniteWarning, match=r"non-finite.*only counted.*lower the learning rate"):
         rig.optimizer.step()
     assert rig.cbp.nonfinite_observations == 1
     assert same(rig.cbp.utilities(), utilities)
@@ -526,13 +526,28 @@ def test_a_spoiled_micro_batch_spoils_its_step_and_no_other():
     assert same(rig.cbp.references(), clean.cbp.references())
 
 
-def test_every_non_finite_observation_warns_and_a_finite_one_does_not(recwarn):
+def test_non_finite_observations_warn_once_and_are_counted(recwarn):
     rig = attach()
-    for x in (spoiled(NAN), X, spoiled(INF), X):
+    warned = []
+    for x in (X, spoiled(NAN), X, spoiled(INF), spoiled(NAN)):
         look(rig, x)
         rig.optimizer.step()
-    warnings = [w for w in recwarn if issubclass(w.category, gxd.NonFiniteWarning)]
-    assert [("1 so far" in str(w.message), "2 so far" in str(w.message)) for w in warnings] == [(1, 0), (0, 1)]
+        warned.append(sum(issubclass(w.category, gxd.NonFiniteWarning) for w in recwarn))
+    assert warned == [0, 1, 1, 1, 1]
+    assert rig.cbp.metrics()["gxd/nonfinite_observations"] == 3
+
+
+@pytest.mark.parametrize("method", ["gxd", "continual_backprop"])
+def test_a_training_that_diverges_says_so_once(method, recwarn):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    attached = gxd.attach(model, optimizer, method, plan=plan_of())
+    for _ in range(50):
+        logits = model(X)
+        attached.observe(logits, Y)
+        F.cross_entropy(logits, Y).backward()
+        optimizer.step()
+    assert len(recwarn) == 1
 
 
 @pytest.mark.filterwarnings("ignore::gxd.NonFiniteWarning")

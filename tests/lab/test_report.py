@@ -44,7 +44,7 @@ def write_run(
     **values: object,
 ) -> Path:
     """A run directory in the format of docs/lab.md, its accuracy going from ``first`` to ``last``."""
-    made = experiment_of(experiment).from_dict({"tasks": 200, **values}).resolved()
+    made = experiment_of(experiment).from_dict({"tasks": 200, "method": "gxd_paper", **values}).resolved()
     rng = random.Random(str(sorted(made.to_dict().items())))
     directory = made.run_directory(root)
     directory.mkdir(parents=True)
@@ -106,12 +106,12 @@ RHO |= {"loss_gradient": 0.4, "gxi": 0.8, "gxd": 0.97, "gxd_all_logit": 0.98, "g
 def write_everything(root: Path, tasks: int = 60, seeds: int = 2) -> None:
     """A small world with every table and figure in it."""
     losing = {"backprop": 0.5, "activation": 0.6, "contribution": 0.6, "mc_adaptable_contribution": 0.85}
-    losing |= {"loss_gradient": 0.55, "gxi": 0.75, "gxd": 0.9, "gxd_sketch": 0.905}
+    losing |= {"loss_gradient": 0.55, "gxi": 0.75, "gxd_paper": 0.9, "gxd_sketch": 0.905}
     for method, last in losing.items():
         for seed in range(seeds):
             for activation in paper.ACTIVATIONS:
                 common = {"method": method, "activation": activation, "seed": seed, "tasks": tasks}
-                dies = activation == "silu" and method == "gxd" and seed == 1
+                dies = activation == "silu" and method == "gxd_paper" and seed == 1
                 kept = last if activation != "relu" or method in ("backprop", "loss_gradient") else 0.9
                 write_run(root / "grid", last=kept, diverged_at=tasks // 2 if dies else None, **common)
             write_run(root / "grid", last=last, method=method, seed=seed, layer_norm=True, tasks=tasks)
@@ -120,17 +120,17 @@ def write_everything(root: Path, tasks: int = 60, seeds: int = 2) -> None:
             "backprop": 0.80,
             "contribution": 0.79,
             "mc_adaptable_contribution": 0.8,
-            "gxd": 0.83,
+            "gxd_paper": 0.83,
         }.items():
             write_run(root / "cifar", "cifar100", first=0.8, last=last, method=method, seed=seed, tasks=100, epochs=2)
-        for method, last in {"backprop": 0.93, "contribution": 0.945, "gxd": 0.95, "gxd_sketch": 0.951}.items():
+        for method, last in {"backprop": 0.93, "contribution": 0.945, "gxd_paper": 0.95, "gxd_sketch": 0.951}.items():
             at = {"method": method, "seed": seed, "tasks": 150, "activation": "silu"}
             write_run(root / "mnist", "permuted-mnist", first=0.95, last=last, noise=0.002, **at)
     for seed in range(10):
         for rate in (1e-4, 1e-3):
-            for method in ("gxd", "gxd_sketch"):
+            for method in ("gxd_paper", "gxd_sketch"):
                 for compensate in (True, False):
-                    dies = compensate and rate == 1e-3 and seed < (8 if method == "gxd" else 2)
+                    dies = compensate and rate == 1e-3 and seed < (8 if method == "gxd_paper" else 2)
                     at = {
                         "method": method,
                         "activation": "silu",
@@ -201,7 +201,7 @@ def test_the_distance_to_the_paper_is_in_standard_errors_of_both():
 
 
 def test_a_run_directory_becomes_blocks_of_means_with_the_first_and_last_tasks_whole(tmp_path):
-    directory = write_run(tmp_path, tasks=800, seed=3, method="gxd")
+    directory = write_run(tmp_path, tasks=800, seed=3, method="gxd_paper")
     run = digest.read_run(directory)
     accuracy = accuracies(directory)
     assert (run.tasks, run.block, run.seed, run.status, run.diverged_at) == (800, 10, 3, "done", None)
@@ -302,7 +302,7 @@ def test_a_complete_run_that_lost_lines_is_an_error_that_says_what_to_do(tmp_pat
         (directory / "metrics.jsonl").write_text("".join(lines[:-3]))
         with pytest.raises(UserError, match=rf"seed{seed} has \d+ of the \d+ lines .* remove the directory"):
             digest.read_run(directory)
-    assert cli.main(["run", "permuted-digits", "--tasks", "20", "--out", str(tmp_path)]) == 2
+    assert cli.main(["run", "permuted-digits", "--method", "gxd_paper", "--tasks", "20", "--out", str(tmp_path)]) == 2
     assert "has lost lines: delete" in capsys.readouterr().err
 
 
@@ -340,14 +340,14 @@ def test_a_diverged_run_is_in_no_mean_and_the_curve_says_how_many_live(tmp_path)
         write_run(tmp_path, first=0.9, last=0.9, noise=0.0, tasks=100, seed=seed)
     for seed in (3, 4):
         write_run(tmp_path, first=0.1, last=0.1, noise=0.0, tasks=100, seed=seed, diverged_at=50)
-    group = panels_of(tmp_path)["relu", False]["gxd"]
+    group = panels_of(tmp_path)["relu", False]["gxd_paper"]
     assert group.last() == pytest.approx((0.9, 0.0, 3))
     line = evidence.curve(group)
     assert line is not None and (line.n, line.living, line.label) == (5, 3, "3/5 alive")
     assert line.mean[49] == pytest.approx((3 * 0.9 + 2 * 0.1) / 5) and line.alive[49] == 5
     assert line.mean[50] == pytest.approx(0.9) and line.alive[50] == 3
     assert line.deaths == (50.0, 50.0)
-    row = tables.summary("permuted-digits", {("relu", False): {"gxd": group}}).rows[0]
+    row = tables.summary("permuted-digits", {("relu", False): {"gxd_paper": group}}).rows[0]
     assert [cell.text for cell in row][-2:] == ["2/5 [12, 77] %", "50, 50"]
 
 
@@ -360,12 +360,12 @@ def test_the_block_in_which_a_run_diverged_is_left_out(tmp_path):
 def test_a_run_under_way_counts_in_no_number_and_is_named_as_missing(tmp_path):
     write_run(tmp_path, tasks=40, seed=0, noise=0.0)
     write_run(tmp_path, tasks=40, seed=1, first=0.0, last=0.0, stop_at=7)
-    group = panels_of(tmp_path)["relu", False]["gxd"]
+    group = panels_of(tmp_path)["relu", False]["gxd_paper"]
     assert group.last().n == 1 and group.last().value == pytest.approx(0.9, abs=1e-3)
     line = evidence.curve(group)
     assert line is not None and line.n == 1
     page = report([tmp_path], tmp_path / "out").read_text()
-    assert "GXD, seed 1: task 7 of 40." in page and "1/2 so far" not in page
+    assert "GXD (paper), seed 1: task 7 of 40." in page and "1/2 so far" not in page
     assert "seed 1 at task 7 of 40" in report([tmp_path], tmp_path / "out2", "yes").read_text()
 
 
@@ -378,7 +378,7 @@ def test_while_runs_are_under_way_the_rate_of_divergence_is_of_all_that_were_sta
     panels = panels_of(tmp_path)
     rows = tables.summary("permuted-digits", panels).rows
     assert [row[-2].text for row in rows] == ["0/3 [0, 56] %", "2/10 [6, 51] % so far"]
-    line = evidence.curve(panels["silu", False]["gxd"])
+    line = evidence.curve(panels["silu", False]["gxd_paper"])
     assert line is not None and line.label == "8/10 alive so far"
     judged = judge(tmp_path)
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
@@ -389,7 +389,7 @@ def test_while_runs_are_under_way_the_rate_of_divergence_is_of_all_that_were_sta
 
 
 def test_a_claim_waits_for_the_backprop_it_is_measured_against(tmp_path):
-    write_lasts(tmp_path, "gxd", [0.9, 0.9])
+    write_lasts(tmp_path, "gxd_paper", [0.9, 0.9])
     write_lasts(tmp_path, "backprop", [0.1])
     write_run(tmp_path, method="backprop", activation="silu", seed=1, stop_at=30)
     assert ruling(judge(tmp_path), "GXD keeps its plasticity", "SiLU").evidence.endswith("backprop is under way")
@@ -399,7 +399,7 @@ def test_a_claim_waits_for_the_backprop_it_is_measured_against(tmp_path):
 
 
 def test_a_stress_test_with_more_seeds_does_not_replace_a_comparison(world):
-    shown = panels_of(world[0])["silu", False]["gxd"]
+    shown = panels_of(world[0])["silu", False]["gxd_paper"]
     assert {run.study for run in shown.runs} == {"grid"} and shown.compensates
 
 
@@ -409,7 +409,7 @@ def test_the_candidates_of_a_sweep_give_way_to_the_final_runs(tmp_path):
             write_run(tmp_path, tasks=20, lr=lr, seed=seed, last=0.99)
     for seed in (0, 1):
         write_run(tmp_path, tasks=40, lr=0.3, seed=seed, last=0.5)
-    group = panels_of(tmp_path)["relu", False]["gxd"]
+    group = panels_of(tmp_path)["relu", False]["gxd_paper"]
     assert [(run.seed, run.planned) for run in group.runs] == [(0, 40), (1, 40)]
 
 
@@ -418,7 +418,7 @@ def test_methods_that_were_trained_in_different_settings_are_not_compared(tmp_pa
         at = {"activation": "silu", "seed": seed, "tasks": 20}
         for method in ("backprop", "loss_gradient", "gxi"):
             write_run(tmp_path, method=method, last=0.2, **at)
-        write_run(tmp_path, method="gxd", **{**at, "tasks": 40}, width=128, epochs=3)
+        write_run(tmp_path, method="gxd_paper", **{**at, "tasks": 40}, width=128, epochs=3)
         write_run(tmp_path, method="contribution", **at, maturity=7)
     panels = panels_of(tmp_path)
     assert list(panels["silu", False]) == ["backprop", "loss_gradient", "gxi"]
@@ -427,7 +427,7 @@ def test_methods_that_were_trained_in_different_settings_are_not_compared(tmp_pa
     assert ruling(judged, "GXD ends higher than GXI", "SiLU").scale == "no runs to compare"
     left = evidence.left_out(digest.collect([tmp_path]).runs, panels)
     assert {method: fields for _, method, fields in left} == {
-        "gxd": ["epochs", "tasks", "width"],
+        "gxd_paper": ["epochs", "tasks", "width"],
         "contribution": ["maturity"],
     }
 
@@ -435,20 +435,20 @@ def test_methods_that_were_trained_in_different_settings_are_not_compared(tmp_pa
 def test_rates_that_were_chosen_for_each_method_do_not_part_them(tmp_path):
     for seed in range(2):
         write_run(tmp_path, method="backprop", seed=seed, tasks=20, lr=0.05)
-        for method, lr, rate in (("gxd", 0.1, 1e-3), ("contribution", 0.2, 1e-4)):
+        for method, lr, rate in (("gxd_paper", 0.1, 1e-3), ("contribution", 0.2, 1e-4)):
             write_run(tmp_path, method=method, seed=seed, tasks=20, lr=lr, rate=rate, maturity=7)
-    assert list(panels_of(tmp_path)["relu", False]) == ["backprop", "contribution", "gxd"]
+    assert list(panels_of(tmp_path)["relu", False]) == ["backprop", "contribution", "gxd_paper"]
 
 
 def test_final_runs_go_before_the_grid_and_a_stress_test_even_while_some_are_to_come(tmp_path):
-    methods = ("backprop", "contribution", "loss_gradient", "gxi", "gxd", "gxd_sketch")
+    methods = ("backprop", "contribution", "loss_gradient", "gxi", "gxd_paper", "gxd_sketch")
     for method in methods:
         for lr in (0.05, 0.1):
             write_run(tmp_path / "main", method=method, activation="silu", lr=lr, seed=100, tasks=20)
     for method in methods[2:]:  # the first ones are still to come
         for seed in range(2):
             write_run(tmp_path / "main", method=method, activation="silu", lr=0.1, seed=seed, tasks=40)
-    for method in ("gxd", "gxd_sketch"):
+    for method in ("gxd_paper", "gxd_sketch"):
         for seed in range(10):
             write_run(tmp_path / "stress", method=method, activation="silu", lr=0.25, seed=seed, tasks=20)
     shown = panels_of(tmp_path)["silu", False]
@@ -458,7 +458,7 @@ def test_final_runs_go_before_the_grid_and_a_stress_test_even_while_some_are_to_
 def test_a_difference_to_backprop_is_taken_task_by_task(tmp_path):
     for seed in range(2):
         write_run(tmp_path, "cifar100", method="backprop", seed=seed, tasks=60, first=0.5, last=0.9, noise=0.0)
-        write_run(tmp_path, "cifar100", method="gxd", seed=seed, tasks=400, first=0.5, last=0.9, noise=0.0)
+        write_run(tmp_path, "cifar100", method="gxd_paper", seed=seed, tasks=400, first=0.5, last=0.9, noise=0.0)
     runs = digest.collect([tmp_path]).runs
     short, long = sorted(evidence.groups(runs), key=lambda group: group.tasks)
     assert evidence.curve(long, baseline=short) is None
@@ -495,7 +495,7 @@ def test_a_figure_without_runs_says_which_commands_make_them(world):
     page = (world[1] / "index.html").read_text()
     card = page[page.index('id="permuted-mnist-fig4-layernorm"') :][:900]
     assert "No runs found" in card
-    assert "gxd run permuted-mnist --method gxd --activation relu --layer-norm" in card
+    assert "gxd run permuted-mnist --method gxd_paper --activation relu --layer-norm" in card
 
 
 def test_the_page_needs_no_network_and_repeats_no_id(world):
@@ -521,7 +521,7 @@ def test_table_1_has_the_papers_cell_beside_ours_with_the_distance(world):
 
 def test_the_digest_gives_the_same_report_without_the_runs(tmp_path):
     for seed in range(2):
-        for method in ("backprop", "gxd", "gxd_sketch"):
+        for method in ("backprop", "gxd_paper", "gxd_sketch"):
             write_run(tmp_path / "runs" / "one", method=method, layer_norm=True, seed=seed, last=0.7)
         write_run(tmp_path / "runs" / "one", lr=0.3, layer_norm=True, seed=seed, last=0.2)  # a candidate of a sweep
         write_run(tmp_path / "runs" / "two", activation="silu", seed=seed, diverged_at=80 + seed)
@@ -562,13 +562,13 @@ def test_the_questions_are_answered_by_their_intervals(world):
     runs = digest.collect([world[0]]).runs
     asked = questions.compensation(runs)
     found = {(row["method"], row["rate"]): row for row in asked.table.records}
-    assert set(found) == {(method, rate) for method in ("gxd", "gxd_sketch") for rate in (1e-4, 1e-3)}
-    hot = found["gxd", 1e-3]
+    assert set(found) == {(method, rate) for method in ("gxd_paper", "gxd_sketch") for rate in (1e-4, 1e-3)}
+    hot = found["gxd_paper", 1e-3]
     assert (hot["diverged"], hot["n"], hot["other_diverged"], hot["other_n"], hot["pairs"]) == (8, 10, 0, 10, 2)
     assert float(hot["rate_difference_low"]) > 0
     follows = {row[0].text: row[-1].text for row in asked.table.rows}
-    assert "diverges more often" in follows["GXD, SiLU, lr 0.25, rate 1e-3"]
-    assert "diverges" not in follows["GXD, SiLU, lr 0.25, rate 1e-4"]
+    assert "diverges more often" in follows["GXD (paper), SiLU, lr 0.25, rate 1e-3"]
+    assert "diverges" not in follows["GXD (paper), SiLU, lr 0.25, rate 1e-4"]
     assert "diverges more often in 1, less often in 0, as often in 0, undecided in 3" in asked.answers[0]
     assert questions.compensation([]).missing.startswith("gxd run")
 
@@ -666,15 +666,15 @@ def test_pictures_and_tables_of_an_earlier_report_go_and_the_files_of_others_sta
 
 
 def test_runs_that_all_diverged_are_not_called_missing(tmp_path):
-    for method in ("backprop", "gxd"):
+    for method in ("backprop", "gxd_paper"):
         for seed in range(2):
             write_run(tmp_path / "runs", method=method, activation="silu", seed=seed, diverged_at=0)
-    write_run(tmp_path / "runs", method="gxd", activation="tanh")
+    write_run(tmp_path / "runs", method="gxd_paper", activation="tanh")
     page = report([tmp_path / "runs"], tmp_path / "out").read_text()
-    assert "GXD, SiLU: all 2 runs diverged (after task 0, 0)." in page
+    assert "GXD (paper), SiLU: all 2 runs diverged (after task 0, 0)." in page
     figure = page[page.index('id="permuted-digits-fig3-activations"') :]
     figure = figure[: figure.index("</figure>")]
-    assert "--method contribution --activation silu" in figure and "--method gxd --activation silu" not in figure
+    assert "--method contribution --activation silu" in figure and "--method gxd_paper --activation silu" not in figure
     panels = panels_of(tmp_path / "runs")
     (picture,) = [
         one
@@ -688,7 +688,7 @@ def test_runs_that_all_diverged_are_not_called_missing(tmp_path):
 
 
 def test_where_backprop_always_diverged_there_is_nothing_to_compare_with_and_nothing_missing(tmp_path):
-    for method in ("backprop", "contribution", "mc_adaptable_contribution", "gxd"):
+    for method in ("backprop", "contribution", "mc_adaptable_contribution", "gxd_paper"):
         dies = {"diverged_at": 0} if method == "backprop" else {}
         write_run(tmp_path, "cifar100", method=method, tasks=20, epochs=1, **dies)
     relative, absolute = figures.cifar_figures(panels_of(tmp_path, "cifar100"))
@@ -739,7 +739,7 @@ def test_a_claim_that_the_numbers_contradict_is_not_confirmed(tmp_path):
     for seed in range(3):
         write_assay(tmp_path, "mlp", "relu", seed, rho, [0, 30])
         write_run(tmp_path, method="backprop", activation="silu", last=0.3, seed=seed)
-        write_run(tmp_path, method="gxd", activation="silu", last=0.6, seed=seed)
+        write_run(tmp_path, method="gxd_paper", activation="silu", last=0.6, seed=seed)
         write_run(tmp_path, method="contribution", activation="silu", last=0.9, seed=seed)
     columns = evidence.assay_columns(digest.collect([tmp_path]).assays)
     judged = verdicts.verdicts(columns, {"permuted-digits": panels_of(tmp_path)})
@@ -751,7 +751,7 @@ def test_a_claim_that_the_numbers_contradict_is_not_confirmed(tmp_path):
 
 def test_nothing_is_claimed_where_backprop_kept_its_plasticity(tmp_path):
     for seed in range(3):
-        for method in ("backprop", "gxd", "contribution"):
+        for method in ("backprop", "gxd_paper", "contribution"):
             write_run(tmp_path, method=method, activation="silu", seed=seed, noise=0.02)
     judged = verdicts.verdicts({}, {"permuted-digits": panels_of(tmp_path)})
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.UNTESTED
@@ -772,7 +772,7 @@ def write_lasts(root: Path, method: str, lasts: list[float | None], **values: ob
 
 def test_noise_does_not_confirm_that_plasticity_was_kept_or_lost(tmp_path):
     write_lasts(tmp_path, "backprop", [0.1, 0.1])
-    write_lasts(tmp_path, "gxd", [0.9, 0.1])
+    write_lasts(tmp_path, "gxd_paper", [0.9, 0.1])
     write_lasts(tmp_path, "contribution", [0.9, 0.1])
     judged = judge(tmp_path)
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.OPEN
@@ -782,10 +782,10 @@ def test_noise_does_not_confirm_that_plasticity_was_kept_or_lost(tmp_path):
 @pytest.mark.parametrize("lasts", [[0.83, 0.87], [0.80, 0.81, 0.86], [0.80, 0.85, 0.86, 0.82, 0.81]])
 def test_a_difference_is_as_clear_as_so_few_seeds_can_make_it(tmp_path, lasts):
     write_lasts(tmp_path, "backprop", [0.3] * len(lasts))
-    write_lasts(tmp_path, "gxd", lasts)
+    write_lasts(tmp_path, "gxd_paper", lasts)
     write_lasts(tmp_path, "contribution", [0.79] * len(lasts))
     panel = panels_of(tmp_path)["silu", False]
-    p = stats.ttest_rel(*(list(panel[name].finals().values()) for name in ("gxd", "contribution"))).pvalue
+    p = stats.ttest_rel(*(list(panel[name].finals().values()) for name in ("gxd_paper", "contribution"))).pvalue
     wanted = verdicts.CONFIRMED if p < 0.05 else verdicts.REFUTED
     assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == wanted
     lost = stats.ttest_1samp([0.9 - last for last in lasts], 0.01, alternative="greater").pvalue  # 2.5 % on a side
@@ -807,7 +807,7 @@ def test_many_checkpoints_of_two_seeds_are_two_samples(tmp_path):
 
 def test_a_method_at_chance_has_kept_nothing(tmp_path):
     write_lasts(tmp_path, "backprop", [0.1, 0.1])
-    write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
+    write_lasts(tmp_path, "gxd_paper", [0.1, 0.1], first=0.1)
     judged = judge(tmp_path)
     assert verdict(judged, "GXD keeps its plasticity", "SiLU") == verdicts.OPEN
     assert "chance" in ruling(judged, "GXD keeps its plasticity", "SiLU").evidence
@@ -815,37 +815,37 @@ def test_a_method_at_chance_has_kept_nothing(tmp_path):
 
 def test_a_noisy_backprop_leaves_something_to_rescue(tmp_path):
     write_lasts(tmp_path, "backprop", [0.9, 0.1])
-    write_lasts(tmp_path, "gxd", [0.9, 0.905])
+    write_lasts(tmp_path, "gxd_paper", [0.9, 0.905])
     assert verdict(judge(tmp_path), "GXD keeps its plasticity", "SiLU") == verdicts.CONFIRMED
 
 
 def test_noise_does_not_confirm_that_one_method_is_as_good_as_another(tmp_path):
     write_lasts(tmp_path, "contribution", [0.9, 0.9], activation="relu")
-    write_lasts(tmp_path, "gxd", [0.9, 0.5], activation="relu")
+    write_lasts(tmp_path, "gxd_paper", [0.9, 0.5], activation="relu")
     assert verdict(judge(tmp_path), "With ReLU, GXD ends as high", "ReLU") == verdicts.OPEN
 
 
 def test_one_divergence_in_two_seeds_decides_nothing(tmp_path):
     write_lasts(tmp_path, "backprop", [0.1, 0.1])
-    write_lasts(tmp_path, "gxd", [0.1, 0.1], first=0.1)
+    write_lasts(tmp_path, "gxd_paper", [0.1, 0.1], first=0.1)
     write_lasts(tmp_path, "contribution", [0.9, None])
     assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
 
 
 def test_two_methods_that_always_diverge_are_not_compared(tmp_path):
-    write_lasts(tmp_path, "gxd", [None, None])
+    write_lasts(tmp_path, "gxd_paper", [None, None])
     write_lasts(tmp_path, "contribution", [None, None])
     assert verdict(judge(tmp_path), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
 
 
 def test_a_clear_difference_in_divergence_decides_unless_the_survivors_contradict(tmp_path):
-    write_lasts(tmp_path / "a", "gxd", [0.9] * 5)
+    write_lasts(tmp_path / "a", "gxd_paper", [0.9] * 5)
     write_lasts(tmp_path / "a", "contribution", [None] * 5)
     assert verdict(judge(tmp_path / "a"), "GXD ends higher than Contribution", "SiLU") == verdicts.CONFIRMED
-    write_lasts(tmp_path / "b", "gxd", [0.5] * 5)
+    write_lasts(tmp_path / "b", "gxd_paper", [0.5] * 5)
     write_lasts(tmp_path / "b", "contribution", [0.9, *[None] * 4])
     assert verdict(judge(tmp_path / "b"), "GXD ends higher than Contribution", "SiLU") == verdicts.OPEN
-    write_lasts(tmp_path / "c", "gxd", [None] * 5)
+    write_lasts(tmp_path / "c", "gxd_paper", [None] * 5)
     write_lasts(tmp_path / "c", "contribution", [0.9] * 5)
     assert verdict(judge(tmp_path / "c"), "GXD ends higher than Contribution", "SiLU") == verdicts.REFUTED
 
@@ -854,12 +854,12 @@ def test_a_clear_difference_in_divergence_decides_unless_the_survivors_contradic
 
 
 def test_the_demo_page_says_what_its_own_runs_did(tmp_path):
-    lasts = {"backprop": 0.3, "contribution": 0.8, "gxd": 0.9}
+    lasts = {"backprop": 0.3, "contribution": 0.8, "gxd_paper": 0.9}
     runs = [write_run(tmp_path, method=m, last=v, noise=0.0, tasks=80, activation="silu") for m, v in lasts.items()]
     runs.append(write_run(tmp_path, method="gxd_sketch", tasks=80, activation="silu", diverged_at=30))
     page = demo_page(runs, tmp_path / "demo")
     text = page.read_text()
-    assert "Backprop falls from 83 % to 38 %" in text and "GXD holds at 90 %" in text
+    assert "Backprop falls from 83 % to 38 %" in text and "GXD (paper) holds at 90 %" in text
     assert "GXD sketch (ours) (1 of 1 runs diverged)" in text
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG") and "<svg" in text
     assert "tasks, one seed." in text and "seeds, shaded" not in text  # the caption says how many

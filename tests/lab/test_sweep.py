@@ -155,7 +155,7 @@ def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere.toml"], "nowhere.toml is not a file: give a sweep file, or one that comes with gxd: age-digits"),
+        (["nowhere.toml"], "nowhere.toml is not a file: give a sweep file, or one that comes with gxd: cifar100"),
         (["sweeps/permuted-digits"], "sweeps/permuted-digits is not a file"),
         (["permuted-digit"], "unknown sweep 'permuted-digit'. Did you mean 'permuted-digits'?"),
         (["{file}", "--jobs", "0"], "--jobs 0 must be 1 or more"),

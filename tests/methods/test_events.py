@@ -62,6 +62,13 @@ def test_an_event_happens_at_boundaries_or_every_so_many_steps_or_never(every: i
     assert attached._parts[0].state[:2] == (6, 2)
 
 
+def test_that_no_task_ends_is_said_within_a_thousand_steps():
+    model, optimizer, _ = counted(0)
+    with pytest.warns(gxd.ObservationWarning, match=r"done nothing yet. Call boundary\(\)"):
+        for _ in range(1000):
+            train(model, optimizer)
+
+
 @pytest.mark.parametrize(("every", "boundaries", "words"), [(0, 0, 1), (0, 1, 0), (2, 0, 0), (None, 0, 0)])
 def test_an_event_that_waits_for_boundaries_says_so_once_if_none_comes(
     every: int | None, boundaries: int, words: int, monkeypatch: pytest.MonkeyPatch

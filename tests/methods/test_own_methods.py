@@ -16,6 +16,7 @@ from gxd.testing.laws import (
     a_run_is_resumed_exactly_also_between_two_micro_batches,
     everything_else_is_left_as_it_was_found,
     inert_options_leave_training_as_it_is_bit_for_bit,
+    states_are_replaced_and_not_written_to,
 )
 
 
@@ -135,6 +136,30 @@ def test_the_contract_finds_a_method_that_keeps_its_state_to_itself():
         a_run_is_resumed_exactly_also_between_two_micro_batches(case_of("forgetful"))
     with pytest.raises(ContractError, match=r"^forgetful breaks the law 'a run is resumed exactly.* What it remembers"):
         check_method("forgetful")
+
+
+@pytest.mark.parametrize("when", ["after_step", "at_boundary", "on_reset", "evaluation_weights"])
+@pytest.mark.parametrize("entry", ["a number", "a list", "a tensor"])
+def test_the_contract_finds_a_method_that_changes_its_state_in_place(entry: str, when: str):
+    """Also in a call that comes only with the end of a task, or with the resets of another method."""
+
+    class InPlace(gxd.Method):
+        def init(self, host: gxd.Host) -> Any:
+            return {"a number": 0, "a list": [0], "a tensor": next(host.model.parameters()).detach().clone()}
+
+    def change(self: Any, host: gxd.Host, state: Any, *given: Any) -> Any:
+        if entry == "a number":
+            state[entry] += 1
+        elif entry == "a list":
+            state[entry][0] += 1
+        else:
+            state[entry].add_(1)
+        return {} if when == "evaluation_weights" else state
+
+    setattr(InPlace, when, change)
+    case = Case("in place", InPlace, InPlace)
+    with pytest.raises(ContractError, match=f"has written to the old state, {entry}.* differs"):
+        states_are_replaced_and_not_written_to(case)
 
 
 def test_the_contract_finds_a_method_that_draws_from_the_global_generator():

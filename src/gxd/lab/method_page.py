@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import gxd
 from gxd.lab.bench.methods import BOUNDARY, EVERY_STEP, KEPT, acts_at_boundaries
+from gxd.lab.methods import PAPER, registered
 from gxd.lab.store import write_bytes
 
 HEAD = """# Methods
@@ -48,9 +49,14 @@ def render(costs: Mapping[str, Any]) -> str:
         "|---|---|---|---|--:|--:|--:|---|",
     ]
     for name, info in gxd.methods().items():
-        cells = [f"`{name}`", info.description, _needs(name), _changes(name), *_costs(name, ratios), info.reference]
+        cells = [f"`{name}`", _about(name), _needs(name), _changes(name), *_costs(name, ratios), info.reference]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _about(name: str) -> str:
+    papers = f"; with its default utility it is the rule of the paper, in the lab `{PAPER}`"
+    return gxd.methods()[name].description + (papers if name == registered(PAPER) else "")
 
 
 def listed(page: str) -> list[str]:

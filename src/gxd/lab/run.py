@@ -188,6 +188,7 @@ def _surroundings(config: Experiment) -> Iterator[None]:
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
     with torch_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore", gxd.NonFiniteWarning)  # counted in the metrics, line by line
+        warnings.filterwarnings("ignore", ".* acts at the end of a task", gxd.ObservationWarning)  # a task may be long
         try:
             # Dying networks are full of denormal numbers, which a CPU computes with many times slower. They are of the
             # size of 1e-38, and taken for 0. Threads inherit this from the one that starts them, so it comes first.

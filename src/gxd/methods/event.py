@@ -13,7 +13,7 @@ from gxd.reset.fresh import Distributions, fixed_rows, fresh, is_norm, with_rows
 from gxd.reset.optimizers import trained_by
 from gxd.reset.writes import Whole, Write
 
-MANY_STEPS = 10_000  # without the end of a task
+MANY_STEPS = 1000  # without the end of a task
 STATISTICS = {"running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}  # of norms, and what they begin with
 
 

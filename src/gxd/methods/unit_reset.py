@@ -13,7 +13,7 @@ from gxd.checkpoint import Some
 from gxd.methods.base import Host, Method
 from gxd.methods.recent import Recent
 from gxd.plan.layouts import state_dtype
-from gxd.plan.units import Group, UnitPlan, tensor_names
+from gxd.plan.units import Group, UnitPlan
 from gxd.reset.operator import Reset
 from gxd.reset.units import WHOLE
 from gxd.score.state import UnitState, forgotten
@@ -155,7 +155,7 @@ class UnitReset(Method):
                 "layers in evaluation mode, or a region checkpointed with use_reentrant=True)"
             )
         else:
-            frozen = [name for name in tensor_names([group]) if host.tensors.is_frozen(name)]
+            frozen = [name for name in group.tensors if host.tensors.is_frozen(name)]
             if frozen:
                 why = f"{', '.join(frozen)} was frozen (requires_grad=False)"
         if why is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +52,16 @@ class Layout:
 
     def axis(self, kind: str) -> int | None:
         """The axis of a weight that counts its ``rows`` or ``columns``; None if it counts them block by block."""
-        first = (kind == "rows") != self.is_transposed
-        return (0 if first else 1) if self.groups == 1 or (first and kind == "rows") else None
+        return self._axes[kind]
+
+    @cached_property
+    def _axes(self) -> dict[str, int | None]:
+        """Kind -> axis: resets ask for it again and again."""
+        found: dict[str, int | None] = {}
+        for kind in ("rows", "columns"):
+            first = (kind == "rows") != self.is_transposed
+            found[kind] = (0 if first else 1) if self.groups == 1 or (first and kind == "rows") else None
+        return found
 
     def row(self, tensor: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The canonical view and the index of the given output rows: ``view[index]`` is ``(n, in / groups,
@@ -202,7 +211,8 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self.places[name]
-        tensor: Tensor = getattr(module, attribute)
+        parameter = module._parameters.get(attribute)
+        tensor: Tensor = getattr(module, attribute) if parameter is None else parameter
         return tensor
 
     def is_frozen(self, name: str) -> bool:

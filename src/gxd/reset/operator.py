@@ -8,7 +8,7 @@ from gxd import arguments
 from gxd.reset import births
 
 OFFSETS = ("zero", "keep")
-MEMORIES = ("reset", "keep")
+MEMORIES = ("reset", "peers", "keep")
 STEP_POLICIES = ("keep", "reset")
 
 
@@ -31,7 +31,10 @@ class Reset:
             statistics 0 and 1; ``keep``: as they are.
         outgoing: what the outgoing weights are multiplied by: 0 zeroes them, 1 keeps them.
         compensate: whether to move the mean contribution that is lost into the consumers' biases.
-        memories: of the optimizer, of gradients of what is written: they begin anew (``reset``), or ``keep``.
+        memories: of the optimizer, of gradients of what is written. ``"reset"``: they begin at 0. ``"peers"``: averages
+            of gradients begin at 0, averages of squared gradients at the mean over the layer's units. Adam divides by
+            their root: from 0, with its step count in the thousands, a newborn unit's first hundred steps are up to six
+            times as long as those of the other units. ``"keep"``: as they are.
         step_policy: of Adam's ``step``, which the units of a layer share: ``keep`` or ``reset``.
         blend: the largest amount, 1 for whole resets.
     """

@@ -31,6 +31,7 @@ class Known:
             must change. ``counter``: a number for the whole parameter. ``refused``: a reset cannot be carried over.
         begin: what it is for a new parameter, or the option of the parameter group that says so.
         lacks: the axes one of which is summed over, and left out, in a factored memory of gradients.
+        squared: whether it is an average of squared gradients, which steps are divided by the root of.
         flat: whether it is kept as ``(numel,)``, or as one number where all elements are equal.
         why: it is refused.
     """
@@ -38,6 +39,7 @@ class Known:
     kind: str
     begin: float | str = 0.0
     lacks: tuple[int, ...] = ()
+    squared: bool = False
     flat: bool = False
     why: str = ""
 
@@ -167,13 +169,15 @@ def _with_axes_of(shape: torch.Size, value: Tensor, known: Known) -> Tensor | No
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-_ZERO, _COPY = Known(GRADIENT), Known(WEIGHTS)
+_ZERO, _SQUARED, _COPY = Known(GRADIENT), Known(GRADIENT, squared=True), Known(WEIGHTS)
 
 # torch.optim
-_enter("exp_avg exp_avg_sq max_exp_avg_sq", _ZERO)  # Adam, AdamW, NAdam, RAdam, Adamax; and most of the others
-_enter("exp_inf", _ZERO)  # Adamax
+_enter("exp_avg", _ZERO)  # Adam, AdamW, NAdam, RAdam, Adamax; and most of the others
+_enter("exp_avg_sq max_exp_avg_sq", _SQUARED)  # the same
+_enter("exp_inf", _SQUARED)  # Adamax
 _enter("momentum_buffer", _ZERO)  # SGD, RMSprop, Muon
-_enter("square_avg grad_avg acc_delta", _ZERO)  # RMSprop, Adadelta
+_enter("square_avg", _SQUARED)  # RMSprop, Adadelta
+_enter("grad_avg acc_delta", _ZERO)  # the same
 _enter("row_var col_var variance", _ZERO)  # Adafactor
 _enter("sum", Known(GRADIENT, "initial_accumulator_value"), "Adagrad")
 _enter("prev", _ZERO, "Rprop")
@@ -185,7 +189,7 @@ _enter("eta", Known(COUNTER, "lr"), "ASGD")
 _enter("mu", Known(COUNTER, 1.0), "ASGD")
 
 # Memories of gradients elsewhere
-_enter("exp_avg_var max_exp_avg_var", _ZERO)  # AdaBelief
+_enter("exp_avg_var max_exp_avg_var", _SQUARED)  # AdaBelief
 _enter("exp_avg_diff neg_pre_grad pre_grad prev_grad previous_grad last_grad", _ZERO)  # Adan, diffGrad, MARS
 _enter("exp_avg_slow", _ZERO)  # AdEMAMix
 _enter("exp_avg_lr", _ZERO)  # AdaMod

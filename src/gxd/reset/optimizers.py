@@ -21,7 +21,7 @@ from gxd.reset.optimizer_state import (
     meaning_of,
     understand,
 )
-from gxd.reset.writes import SetEntry, Whole, Write
+from gxd.reset.writes import SetEntry, Whole, Write, usual
 from gxd.sharded import local
 
 _DEPTH = 3  # of lists and dicts that are looked into
@@ -186,7 +186,7 @@ def follow(
     Args:
         step_policy: whether counters ``keep`` their value or ``reset`` to what they begin with.
         names: the model's parameters by name, for messages.
-        memories: ``keep``: memories of gradients stay as they are, and only copies follow.
+        memories: see :attr:`gxd.Reset.memories`.
     """
     kept = keepers(optimizers)
     if not any(keeper.values for keeper in kept):  # as with SGD without momentum
@@ -199,11 +199,13 @@ def follow(
         for own in by_parameter.values():
             parameter = own[0].tensor
             for key, (known, tensor) in keeper.understood(parameter, names):
-                if known.kind == GRADIENT and tensor is not None and memories == "reset":
+                if known.kind == GRADIENT and tensor is not None and memories != "keep":
                     begin, shape = _begin(known.begin, optimizers, parameter), parameter.shape
                     for one in own:
                         if one.times is None and one.where.belong_to(tensor, shape):
-                            following.append(Write(tensor, one.where, begin, amount=one.amount))
+                            of_peers = known.squared and memories == "peers"
+                            value = usual(one.where, tensor) if of_peers else begin
+                            following.append(Write(tensor, one.where, value, amount=one.amount))
                 elif known.kind == WEIGHTS:
                     following += _copies(tensor, own, keeper.of(parameter), key)
                 elif known.kind == COUNTER and step_policy == "reset" and not all(one.adds for one in own):

@@ -209,10 +209,12 @@ def reset_writes(
                 mean = mean if k == 1 else mean.repeat_interleave(k)
             each = _repeated(amount, k)
             for consumer in view.consumers:
-                where = _slices(consumer.layout, "columns", columns)
+                where, weight = _slices(consumer.layout, "columns", columns), tensors[consumer.weight]
+                flow = None
                 if mean is not None:
-                    shifts += compensation(tensors, consumer, where, mean)
-                zeros.append(Write(tensors[consumer.weight], where, 0.0, amount=each))
+                    flow = read(where, weight)
+                    shifts += compensation(tensors, consumer, where, flow, mean)
+                zeros.append(Write(weight, where, 0.0, amount=each, before=flow))
     return [*shifts, *writes, *zeros]
 
 
@@ -236,22 +238,26 @@ def _repeated(amount: Tensor | None, times: int) -> Tensor | None:
 
 
 def compensation(
-    tensors: Mapping[str, Tensor], consumer: Consumer, where: AlongAxis | InBlocks, mean: Tensor
+    tensors: Mapping[str, Tensor], consumer: Consumer, where: AlongAxis | InBlocks, flow: Tensor, mean: Tensor
 ) -> list[Write]:
     """``b_k <- b_k + w_ik r_i`` with the old weights, the kernel summed; or the same said to the following
-    BatchNorm. ``where``: the columns i.
+    BatchNorm.
+
+    Args:
+        where: the columns i.
+        flow: the weights there.
+        mean: of each column.
     """
     target = consumer.bias or consumer.running_mean
     if target is None:
         return []
-    full, layout = tensors[consumer.weight], consumer.layout
-    mean, axis = mean.to(full.device), layout.axis("columns")
-    flow = read(where, full)
+    layout = consumer.layout
+    mean, axis = mean.to(flow.device), layout.axis("columns")
     flow = (flow.flatten(2).sum(2) if flow.dim() > 2 else flow).to(mean.dtype)
     if axis is not None:
         shift = flow @ mean if axis else mean @ flow
     else:  # (columns, out / groups)
-        groups, rows, width = layout.canonical_shape(full.shape)[:3]
+        groups, rows, width = layout.canonical_shape(tensors[consumer.weight].shape)[:3]
         blocks = torch.zeros(groups, rows, dtype=mean.dtype, device=flow.device)
         shift = blocks.index_add_(0, where.index.to(flow.device) // width, flow * mean.unsqueeze(1)).flatten()
     sign = 1.0 if consumer.bias is not None else -1.0

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from gxd.plan.layouts import Layout
-from gxd.sharded import is_sharded, local, part_of, region, summed
+from gxd.sharded import is_sharded, local, part_of, region, summed, whole
+
+SAMPLE = 64  # slices that the usual one is the mean of, about
 
 
 class Slices(Protocol):
@@ -140,6 +142,18 @@ def read(where: Slices, tensor: Tensor) -> Tensor:
     return summed(found, tensor)
 
 
+def usual(where: Slices, tensor: Tensor) -> Tensor:
+    """What slices like these hold, in the shape of ``where.read``: the mean over a sample of all slices."""
+    full = whole(tensor)
+    if isinstance(where, AlongAxis):
+        slices = full.shape[where.axis]
+        sample = torch.arange(0, slices, max(1, slices // SAMPLE), device=full.device)
+        mean = full.index_select(where.axis, sample).mean(where.axis, keepdim=True)
+    else:
+        mean = full.mean()
+    return mean.expand(where.read(full).shape)
+
+
 def _in_shard(where: Slices, tensor: Tensor) -> tuple[Tensor, Entries]:
     """Which of some elements of a tensor lie in this process's shard, in the shape of ``where.read``; and where in the
     shard these are. Whatever the slices are, the places of their elements are read as their values would be.
@@ -163,6 +177,7 @@ class Write:
         value: what they are set to: a number, or a tensor as ``where.read`` returns it.
         times: if given, ``times * value`` is added to the whole tensor instead.
         amount: ``(slices,)`` if given, each slice goes only so far from what it is, when it is written, to the value.
+        before: what ``where.read`` returns now, if that is known.
     """
 
     tensor: Tensor
@@ -170,6 +185,7 @@ class Write:
     value: Tensor | float
     times: float | None = None
     amount: Tensor | None = None
+    before: Tensor | None = None
 
     @property
     def adds(self) -> bool:
@@ -194,7 +210,7 @@ class Write:
         return Write(tensor, entries, value, amount=amount)
 
     def old(self) -> Tensor:
-        return self.where.read(self.tensor)
+        return self.where.read(self.tensor) if self.before is None else self.before
 
     def write(self) -> None:
         if self.times is not None:
@@ -238,18 +254,18 @@ class SetEntry:
 def carry_out(writes: Sequence[Write | SetEntry]) -> None:
     """Write all of it, in order; under ``no_grad``. If anything fails, or is interrupted, everything is as it was.
 
-    Only the old values of what is written are kept meanwhile.
+    Only the old values of what is written are kept meanwhile. They are read before anything is written.
     """
-    done: list[tuple[Write | SetEntry, Any]] = []
+    here = [write.here() for write in writes]
+    before = [write.old() for write in here]
+    done = 0
     try:
-        for write in [write.here() for write in writes]:
-            done.append((write, write.old()))
+        for write in here:
+            done += 1
             write.write()
     except BaseException:
-        if done:
-            write, old = done.pop()
-            with suppress(Exception):  # it may be that it cannot be written to at all
-                write.undo(old)
-        for write, old in reversed(done):
-            write.undo(old)
+        last = done - 1
+        for number in range(last, -1, -1):
+            with suppress(*[Exception] if number == last else []):  # it may be that it cannot be written to at all
+                here[number].undo(before[number])
         raise

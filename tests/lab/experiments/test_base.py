@@ -121,7 +121,7 @@ def test_the_settings_of_resets_are_fields_of_gxd_and_options_of_gxd_beside_othe
     assert replace(both, method="gxd+parseval").key() != both.key(), "they act in this order"
     with pytest.raises(UserError, match=r"with parseval\+gxd write --options gxd.replacement_rate=VALUE"):
         replace(both, rate=0.1).check_used()
-    with pytest.raises(UserError, match="redo has other --options"):
+    with pytest.raises(UserError, match="redo has --options instead"):
         PermutedDigits(method="redo", rate=0.1).check_used()
     with pytest.raises(UserError, match="backprop has no resets"):
         PermutedDigits(method="backprop", maturity=1).check_used()

@@ -233,7 +233,8 @@ class Experiment:
         here = [one for one in methods.defaults(self.method) if one.rpartition(".")[2] == option]
         if here:
             return f"with {self.method} write --options {here[0]}=VALUE"
-        return f"{self.method} has {'no resets' if self.method == 'backprop' else 'other --options, see `gxd run`'}"
+        has = "has no resets" if self.method == "backprop" else "has --options instead, which `gxd run` lists"
+        return f"{self.method} {has}"
 
     def plasticity(self) -> tuple[gxd.Method, ...]:
         """The methods, for :func:`gxd.attach`; none for plain backprop."""

@@ -19,12 +19,14 @@ WHAT = (
     "features lie in fewer and fewer directions, and every new task is learned worse than the one before.",
     "A reset gives a few hidden units per task a new start: fresh incoming weights, outgoing weights zero, and the "
     "unit's mean output moved into the biases behind it, so that the network hardly notices.",
-    "GXD chooses the units whose reset changes the output least: for each unit it multiplies how far the unit is "
-    "from its running mean, which is where the reset puts it, by how much the output depends on it, and resets the "
-    "lowest.",
-    "The cheapest unit to reset is one that was reset a moment ago: nothing depends on it yet. So a rule that resets "
-    "whatever is cheapest may renew the same few units over and over, and never reach the others, which grow old and "
-    "saturate. Ranked by age, a unit is compared with units as old as itself; random resets reach all.",
+    "GXD chooses the units whose reset changes the output least. For each unit it multiplies how far the unit is from "
+    "its running mean, which is where the reset puts it, by how much the output depends on it. The paper's rule resets "
+    "the units with the lowest product.",
+    "The cheapest unit to reset is one that was just reset: nothing depends on it yet. So a rule that resets whatever "
+    "is cheapest can recycle the same few units and never reach the others, which grow old and saturate. The "
+    "recommended GXD divides the cost by the age of the unit, so it reaches all units. It also needs no extra backward "
+    "pass: it uses the gradients of the training loss. Random resets reach all units, too, but they do not look at "
+    "what a unit is worth.",
 )
 
 

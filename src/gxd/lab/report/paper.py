@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# Of runs, gxd_paper is the paper's rule and gxd the recommended one. Of assays, gxd is the paper's utility.
 METHODS = {
     "backprop": "Backprop",
     "activation": "Activation",

@@ -63,7 +63,8 @@ def _in_its_settings(run: Run) -> bool:
         if row.field in KEPT and run.config.get(row.field, row.value) != row.value:
             return False
     config = run.config
-    named = config.get("method") in paper.METHODS and config.get("activation") in paper.ACTIVATIONS
+    method = config.get("method")
+    named = method in paper.METHODS and method != "gxd" and config.get("activation") in paper.ACTIVATIONS
     plain = all(config.get(name, value) == value for name, value in base.BEFORE.items() if name != "paper")
     tasks = paper.TASKS.get(run.experiment, paper.TASKS["permuted-mnist"])
     return bool(rows) and named and plain and run.planned >= TENTH * tasks
