@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +24,20 @@ from torch import Tensor, nn
 import gxd
 
 Step = Callable[[], object]
+Built = tuple[nn.Module, Tensor, Tensor]  # a network, and a batch for it
 PLAIN, PLAIN_COMPILED = "plain", "plain, compiled"
 
 
-def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+def mlp() -> Built:
+    """784-[256]x4-10, a batch of 16: so small that the fixed cost of a step shows."""
     widths = [784, 256, 256, 256, 256]
-    layers = [layer for n, m in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(n, m), nn.ReLU())]
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(16, 784), torch.randint(10, (16,))
 
 
 class Block(nn.Module):
+    """Of a residual network."""
+
     def __init__(self, n: int, m: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(n, m, 3, stride, 1, bias=False), nn.BatchNorm2d(m)
@@ -44,7 +49,8 @@ class Block(nn.Module):
         return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.skip(x))
 
 
-def resnet18() -> tuple[nn.Module, Tensor, Tensor]:
+def resnet18() -> Built:
+    """For images of 32 x 32."""
     sizes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
     blocks = [Block(*size) for size in [*sizes, (512, 512, 1)]]
     stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
@@ -53,19 +59,22 @@ def resnet18() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 class Layer(nn.Module):
+    """Of a transformer, with the norms first."""
+
     def __init__(self, n: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.qkv, self.out, self.heads = nn.LayerNorm(n), nn.Linear(n, 3 * n), nn.Linear(n, n), heads
         self.norm2, self.up, self.down = nn.LayerNorm(n), nn.Linear(n, 4 * n), nn.Linear(4 * n, n)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)]
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts]
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Encoder(nn.Module):
-    """Of the size of a small BERT: six layers of 384."""
+    """Six layers of 384."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +85,8 @@ class Encoder(nn.Module):
         return self.head(self.norm(self.layers(self.embed(tokens))).mean(1))
 
 
-def encoder() -> tuple[nn.Module, Tensor, Tensor]:
+def encoder() -> Built:
+    """Of the size of a small BERT."""
     return Encoder(), torch.randint(1000, (4, 128)), torch.randint(10, (4,))
 
 
@@ -102,7 +112,8 @@ def setups() -> dict[str, Callable[[nn.Module, torch.optim.Optimizer, Tensor], g
     }
 
 
-def made(name: str, build: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> Step:
+def made(name: str, build: Callable[[], Built]) -> Step:
+    """The training step of a row."""
     torch.manual_seed(0)
     model, x, y = build()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -143,10 +154,11 @@ def best(steps: dict[str, Step], rounds: int, seconds: float) -> dict[str, float
 
 
 def main() -> None:
+    """Measure, and print a table for each network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", action="store_true", help="larger networks, too, without the compiled rows")
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
-    parser.add_argument("--rounds", type=int, default=100, help="blocks of each row of the MLP (a fiftieth for the others)")
+    parser.add_argument("--rounds", type=int, default=100, help="blocks of each row (nets: a fiftieth)")
     options = parser.parse_args()
     for build in (mlp, resnet18, encoder) if options.nets else (mlp,):
         names = [name for name in setups() if name == PLAIN or any(word in name for word in options.only)]

@@ -33,20 +33,25 @@ OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "SGD 0.3": lambda p: torch.optim.SGD(p, lr=0.3),
     "Adam 0.003": lambda p: torch.optim.Adam(p, lr=0.003),
 }
-CHECKPOINTS = (1, 5, 15, 40, 100)
-"""Tasks."""
-SEEDS = (0, 1)
+CHECKPOINTS = (2, 10, 30, 60, 120)
+"""Tasks, of 90 steps each."""
+SEEDS = (0,)
 SIGNS = ("random labels", "own labels", "readiness", "dormant", "saturation", "effective_rank", "weight_norm")
 FIELDS = ("network", "optimizer", "seed", "tasks", "verdict", "gap", "low", "high", *SIGNS)
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def network(kind: str) -> nn.Module:
-    """64-64-64-64-10."""
+    """64-64-64-64-10, with Glorot's first weights."""
     layers: list[nn.Module] = []
     for _ in range(3):
         layers += [nn.Linear(64, 64), *([nn.LayerNorm(64)] if "Norm" in kind else []), ACTIVATIONS[kind]()]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return model
 
 
 def squared_gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -80,7 +85,7 @@ def tasks(seed: int) -> Iterator[list[Batch]]:
     drawn = torch.Generator().manual_seed(seed)
     while True:
         pixels, order = torch.randperm(64, generator=drawn), torch.randperm(len(x), generator=drawn)
-        yield list(zip(x[order][:, pixels].split(32), y[order].split(32), strict=True))
+        yield list(zip(x[order][:, pixels].split(16), y[order].split(16), strict=True))
 
 
 def run() -> None:

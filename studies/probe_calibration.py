@@ -32,7 +32,7 @@ from torch import nn
 import gxd
 
 HERE = Path(__file__).resolve().parent.parent / "results" / "probe"
-KINDS = {"fresh": 200, "scaled": 60, "dead units": 60, "dead": 25}
+KINDS = {"fresh": 200, "scaled": 40, "dead units": 40, "dead": 16}
 """Kind of network -> how many are probed in each setting."""
 FIELDS = ("setting", "kind", "number", "verdict", "gap", "low", "high", "networks", "old", "fresh", "before", "seconds")
 T4 = 2.7764  # Student's t with four degrees of freedom, 95 %
@@ -86,7 +86,7 @@ SETTINGS = {
     "16-64-4, ReLU, Adam 0.003, random labels": Setting(
         lambda: mlp(16, 64, 4), adam(3e-3), 16, 4, 512, 100, "random_labels", "too large"
     ),
-    "CNN 8-16, ReLU, Adam 0.01": Setting(cnn, adam(1e-2), 64, 4, 256, 120, scaled="too large"),
+    "CNN 8-16, ReLU, Adam 0.01": Setting(cnn, adam(1e-2), 64, 4, 128, 80, scaled="too large"),
 }
 
 

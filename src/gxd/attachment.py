@@ -20,7 +20,7 @@ from gxd.methods.base import Method
 from gxd.methods.registry import method as named
 from gxd.methods.task_data import TaskData
 from gxd.methods.unit_reset import UnitReset, UnitResets
-from gxd.observe.direction import direction_of, noise
+from gxd.observe.direction import IGNORED, direction_of, noise
 from gxd.observe.output import OutputObserver, Take
 from gxd.part import Part
 from gxd.plan.units import UnitPlan
@@ -107,6 +107,7 @@ class Attachment(Acting):
         *,
         score: Tensor | None = None,
         class_dim: int | None = None,
+        ignore_index: int = IGNORED,
     ) -> None:
         """Measure the effect of every unit on the output of the forward pass that gave ``logits``.
 
@@ -118,18 +119,21 @@ class Attachment(Acting):
 
         Args:
             logits: ``(batch, classes)``, ``(batch, classes, ...)`` or ``(batch, ..., classes)``.
-            target: the class indices, as for ``F.cross_entropy`` (-100 is ignored), or class probabilities of the
-                logits' shape, in [0, 1]. The single logit of a binary problem, ``(batch, 1)``, may have a target of
-                its shape or of ``(batch,)``: 1 counts the logit up, 0 counts it down, and a probability t counts it
-                ``2 t - 1`` times. Not needed by ``gxd_sketch``, ``gxd_all_logit`` and ``gxd_kl``.
+            target: the class indices, as for ``F.cross_entropy``, or class probabilities of the logits' shape, in
+                [0, 1], all 0 where a position is masked. The single logit of a binary problem, ``(batch, 1)``, may have
+                a target of its shape or of ``(batch,)``: 1 counts the logit up, 0 counts it down, and a probability t
+                counts it ``2 t - 1`` times. Not needed by ``gxd_sketch``, ``gxd_all_logit`` and ``gxd_kl``.
             score: instead of logits and target: ``(batch,)`` or any shape with the batch first, the quantity whose
                 change counts (for regression or RL the prediction, the value, the log-probability; for several labels
                 per example ``(2 * target - 1) * logits``). Its sum is differentiated, whatever direction a utility
                 would choose; ``gxd_kl`` squares the effects.
             class_dim: the axis of the classes, 1 or -1, where the shapes leave it open.
+            ignore_index: the class index that does not count, as of ``F.cross_entropy``.
         """
         if not self._hooks:
             raise ObservationError(CLOSED.format("observe"))
+        if not isinstance(ignore_index, int):
+            raise TypeError(f"ignore_index={ignore_index!r} must be a class index, a whole number")
         for part in self._parts:
             scorer = part.scorer
             if scorer is None or not scorer.utility.needs_observe:
@@ -138,13 +142,15 @@ class Attachment(Acting):
             if scorer.observer.active:
                 part.follow_device()
                 draw = noise(scorer.utility.gradient, scorer.noise)
-                scorer.observe(direction_of(scorer.utility.gradient, logits, target, score, draw, class_dim))
+                scorer.observe(
+                    direction_of(scorer.utility.gradient, logits, target, score, draw, class_dim, ignore_index)
+                )
         for part in self._parts:
             outputs = part.outputs
             if outputs is not None and self._pulls(part):
                 part.host.notices.count_pass()
                 draw = noise(outputs.direction, outputs.noise)
-                direction = direction_of(outputs.direction, logits, target, score, draw, class_dim)
+                direction = direction_of(outputs.direction, logits, target, score, draw, class_dim, ignore_index)
                 scale = None if self.scaler is None else float(self.scaler.get_scale())
                 outputs.add(direction, part.host.parameters(), scale)
 

@@ -108,16 +108,24 @@ def test_units_behind_a_head_that_grows_keep_their_statistics(plugin: Any):
     assert before["body.0"].shape == made.cbp.utilities()["body.0"].shape
 
 
-def test_a_strategy_trains_as_a_loop_with_an_explicit_observe(plugin: Any):
-    made, model, twin = plugin(**OFTEN), Net(), Net()
+def methods_of(utility: str | None) -> list[gxd.Method]:
+    """That the plugin is given: ContinualBackprop with a utility, or none, and then it is the method ``gxd``."""
+    return [] if utility is None else [gxd.method("continual_backprop", utility=utility, **OFTEN)]
+
+
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_a_strategy_trains_as_a_loop(plugin: Any, utility: str | None):
+    methods = methods_of(utility)
+    made, model, twin = plugin(*methods, **({} if methods else OFTEN)), Net(), Net()
     Strategy(model, [made]).train(0, 2)
     optimizer, generator = torch.optim.SGD(twin.parameters(), 0.05), torch.Generator().manual_seed(0)
-    cbp = gxd.ContinualBackprop(twin, optimizer, example_inputs=torch.zeros(2, 4), **OFTEN)
+    cbp = gxd.attach(twin, optimizer, *(methods or [gxd.method("gxd", **OFTEN)]), example_inputs=torch.zeros(2, 4))
     for _ in range(6):
         x, y = torch.randn(6, 4, generator=generator), torch.randint(0, 2, (6,), generator=generator)
         optimizer.zero_grad()
         logits = twin(x)
-        cbp.observe(logits, y)
+        if methods:
+            cbp.observe(logits, y)
         F.cross_entropy(logits, y).backward()
         optimizer.step()
     assert same(dict(model.state_dict()), dict(twin.state_dict())) and made.cbp.total_resets > 2
@@ -125,8 +133,9 @@ def test_a_strategy_trains_as_a_loop_with_an_explicit_observe(plugin: Any):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_state_goes_on_in_another_process(plugin: Any):
-    made, again = plugin(**OFTEN), plugin(**OFTEN)
+@pytest.mark.parametrize("utility", [None, "gxd", "gxd_sketch"])
+def test_a_state_goes_on_in_another_process(plugin: Any, utility: str | None):
+    made, again = (plugin(*methods_of(utility), **({} if utility else OFTEN)) for _ in range(2))
     strategy = Strategy(Net(), [made])
     strategy.train(0, 2)
     other = Strategy(copy.deepcopy(strategy.model), [again])

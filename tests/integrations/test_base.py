@@ -121,13 +121,16 @@ def wrapped(kind: str, model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["accelerate", "fabric", "lightning"])
-def test_a_wrapped_optimizer_trains_as_the_one_inside(kind: str):
+@pytest.mark.parametrize("name", ["gxd", "continual_backprop"])
+def test_a_wrapped_optimizer_trains_as_the_one_inside(kind: str, name: str):
     def train(wrap: bool) -> Any:
         model = mlp()
         inside = torch.optim.Adam(model.parameters(), 0.01)
         called, optimizer = wrapped(kind, model, inside) if wrap else (model, inside)
-        cbp = gxd.ContinualBackprop(model, optimizer, plan=plan_of(), maturity=1, replacement_rate=0.1)
-        cbp.observe_output(target=lambda *_: Y)
+        method = gxd.method(name, maturity=1, replacement_rate=0.1)
+        cbp = gxd.attach(model, optimizer, method, plan=plan_of())
+        if name != "gxd":
+            cbp.observe_output(target=lambda *_: Y)
         for _ in range(8):
             optimizer.zero_grad()
             F.cross_entropy(called(X), Y).backward()

@@ -64,6 +64,15 @@ class Module(lightning.LightningModule):
 PLAN = gxd.find_units(Module(), X[:2])
 
 
+def methods_of(utility: str | None) -> list[gxd.Method]:
+    """That a callback is given: ContinualBackprop with a utility, or none, and then it is the method ``gxd``."""
+    return [] if utility is None else [gxd.method("continual_backprop", utility=utility, **OFTEN)]
+
+
+def callback_of(utility: str | None, **options: Any) -> Any:
+    return GxdCallback(*methods_of(utility), **({**OFTEN, **options} if utility is None else options))
+
+
 def data(size: int = 8) -> DataLoader:
     return DataLoader(TensorDataset(X, Y), size)
 
@@ -88,20 +97,21 @@ def fit(folder: Path, callback: Any, module: Any = None, **options: Any) -> Any:
     return module
 
 
-def plain(epochs: int = 3, accumulate: int = 1, autocast: bool = False, utility: str = "gxd", skip: Any = ()) -> Any:
-    """The same training as a loop."""
+def plain(epochs: int = 3, accumulate: int = 1, autocast: bool = False, utility: str | None = "gxd") -> Any:
+    """The same training as a loop. Without a utility it is the one line alone, and nothing is observed."""
     module = Module()
     optimizer = module.configure_optimizers()
-    cbp = gxd.ContinualBackprop(module, optimizer, plan=PLAN, utility=utility, **OFTEN)
+    if utility is None:
+        cbp = gxd.attach(module, optimizer, gxd.method("gxd", **OFTEN), plan=PLAN)
+    else:
+        cbp = gxd.ContinualBackprop(module, optimizer, plan=PLAN, utility=utility, **OFTEN)
     for _ in range(epochs):
         for number, (x, y) in enumerate(data()):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = module(x)
                 loss = module.loss_fn(logits, y) / accumulate
-            if number in skip:
-                cbp.discard()
-                continue
-            cbp.observe(logits, y)
+            if utility is not None:
+                cbp.observe(logits, y)
             loss.backward()
             if number % accumulate == accumulate - 1:
                 optimizer.step()
@@ -123,25 +133,33 @@ def start(how: str) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("observed", ["output", "criterion"])
-def test_a_fit_is_the_same_training_as_a_loop(tmp_path: Path, how: str, observed: str):
-    callback = GxdCallback(criterion="loss_fn" if observed == "criterion" else None, **OFTEN)
+@pytest.mark.parametrize(
+    ("utility", "criterion"), [(None, None), ("gxd", None), ("gxd", "loss_fn")], ids=["nothing", "output", "criterion"]
+)
+def test_a_fit_is_the_same_training_as_a_loop(tmp_path: Path, how: str, utility: str | None, criterion: str | None):
+    callback = callback_of(utility, criterion=criterion)
     module, options = start(how)
     fit(tmp_path, callback, module, **options)
-    expected, cbp = plain(accumulate=options.get("accumulate_grad_batches", 1), autocast=how == "bf16")
+    accumulate = options.get("accumulate_grad_batches", 1)
+    expected, cbp = plain(accumulate=accumulate, autocast=how == "bf16", utility=utility)
     assert callback.cbp.total_resets > (3 if how == "accumulated" else 10)
     assert same(dict(module.state_dict()), dict(expected.state_dict()))
     assert same(callback.cbp.state_dict(), cbp.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("how", "utility"), [*((how, "gxd") for how in HOW), ("automatic", "gxd_sketch"), ("accumulated", "loss_gradient")]
+    ("how", "utility"),
+    [
+        *((how, utility) for how in HOW for utility in (None, "gxd")),
+        ("automatic", "gxd_sketch"),
+        ("accumulated", "loss_gradient"),
+    ],
 )
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, how: str, utility: str):
-    whole = GxdCallback(utility=utility, plan=PLAN, **OFTEN)
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, how: str, utility: str | None):
+    whole = callback_of(utility, plan=PLAN)
     module, options = start(how)
     fit(tmp_path, whole, module, epochs=4, **options)
-    first, rest = (GxdCallback(utility=utility, plan=PLAN, **OFTEN) for _ in range(2))
+    first, rest = (callback_of(utility, plan=PLAN) for _ in range(2))
     half, options = start(how)
     one = trainer(tmp_path, first, epochs=2, **options)
     one.fit(half, data(), data())
@@ -168,8 +186,9 @@ class Interrupted(lightning.Callback):
             raise RuntimeError("power cut")
 
 
-def test_a_fit_that_is_interrupted_in_mid_epoch_resumes_exactly_and_leaves_no_hook(tmp_path: Path):
-    whole, broken, rest = (GxdCallback(plan=PLAN, **OFTEN) for _ in range(3))
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_a_fit_that_is_interrupted_in_mid_epoch_resumes_exactly_and_leaves_no_hook(tmp_path: Path, utility: str | None):
+    whole, broken, rest = (callback_of(utility, plan=PLAN) for _ in range(3))
     module, half, fresh = Module(), Module(), Module()
     trainer(tmp_path, whole).fit(module, alike())
     with pytest.raises(RuntimeError, match="power cut"):
@@ -180,8 +199,9 @@ def test_a_fit_that_is_interrupted_in_mid_epoch_resumes_exactly_and_leaves_no_ho
     assert same(rest.cbp.state_dict(), whole.cbp.state_dict())
 
 
-def test_a_second_fit_goes_on_where_the_first_has_ended(tmp_path: Path):
-    callback = GxdCallback(**OFTEN)
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_a_second_fit_goes_on_where_the_first_has_ended(tmp_path: Path, utility: str | None):
+    callback = callback_of(utility)
     module = fit(tmp_path, callback, epochs=2)
     ages, first = callback.cbp.ages(), callback.cbp
     assert first.closed
@@ -190,9 +210,12 @@ def test_a_second_fit_goes_on_where_the_first_has_ended(tmp_path: Path):
     assert callback.cbp._parts[0].units.step == 18 and max(int(age.max()) for age in ages.values()) <= 12
 
 
+@pytest.mark.parametrize("utility", [None, "gxd"])
 @pytest.mark.parametrize("skip", [(1,), (0, 1, 2, 3, 4, 5)])
-def test_a_step_without_loss_is_not_scored_and_does_not_raise(tmp_path: Path, skip: tuple[int, ...]):
-    callback = GxdCallback(**OFTEN)
+def test_a_step_without_loss_is_not_scored_and_does_not_raise(
+    tmp_path: Path, skip: tuple[int, ...], utility: str | None
+):
+    callback = callback_of(utility)
     module = Module()
     module.skip = skip
     with warnings.catch_warnings():
@@ -201,17 +224,19 @@ def test_a_step_without_loss_is_not_scored_and_does_not_raise(tmp_path: Path, sk
     assert (callback.cbp.total_resets > 0) == (len(skip) == 1)
 
 
-def test_a_micro_batch_without_loss_does_not_count(tmp_path: Path):
-    callback, module = GxdCallback(**OFTEN), Module()
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_a_micro_batch_without_loss_does_not_count(tmp_path: Path, utility: str | None):
+    callback, module = callback_of(utility), Module()
     module.skip = (1,)
     fit(tmp_path, callback, module, epochs=1, accumulate_grad_batches=6)
     expected = Module()
-    cbp = gxd.ContinualBackprop(expected, expected.configure_optimizers(), plan=PLAN, **OFTEN)
+    methods = methods_of(utility) or [gxd.method("gxd", **OFTEN)]
+    cbp = gxd.attach(expected, expected.configure_optimizers(), *methods, plan=PLAN)
     for number, (x, y) in enumerate(data()):
         logits = expected(x)
         if number != 1:
             cbp.observe(logits, y)
-        F.cross_entropy(logits, y).backward()
+            (F.cross_entropy(logits, y) / 6).backward()
     cbp.optimizer.step()
     assert same(callback.cbp.utilities(), cbp.utilities())
 
@@ -232,11 +257,12 @@ def dicts() -> DataLoader:
     return DataLoader([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)], 8)
 
 
-def test_a_part_that_is_called_by_itself_is_named(tmp_path: Path):
-    callback = GxdCallback(module="net", example_inputs=X[:2], **OFTEN)
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_a_part_that_is_called_by_itself_is_named(tmp_path: Path, utility: str | None):
+    callback = callback_of(utility, module="net", example_inputs=X[:2])
     module = Parts()
     trainer(tmp_path, callback).fit(module, dicts())
-    expected, cbp = plain()
+    expected, cbp = plain(utility=utility)
     assert same(dict(module.state_dict()), dict(expected.state_dict())) and cbp.total_resets > 10
     assert callback.cbp.model is module.net
 
@@ -260,7 +286,7 @@ def test_a_training_step_may_observe_by_itself(tmp_path: Path):
             callback.cbp.observe(logits, batch[1])
             return F.cross_entropy(logits, batch[1])
 
-    callback = GxdCallback(observe=False, **OFTEN)
+    callback = callback_of("gxd", observe=False)
     module = fit(tmp_path, callback, Own())
     assert same(dict(module.state_dict()), dict(plain()[0].state_dict()))
 
@@ -276,7 +302,8 @@ def test_example_inputs_of_the_module_are_used(tmp_path: Path):
 
     callback = GxdCallback(**OFTEN)
     trainer(tmp_path, callback, Look()).fit(module, data())
-    assert isinstance(seen[0], gxd.ContinualBackprop)
+    assert isinstance(seen[0], gxd.Attachment)
+    assert [method.utility.name for method in seen[0].methods] == ["gxd_loss"]
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -291,9 +318,9 @@ class Save(lightning.Callback):
         torch.save(state, Path(trainer.default_root_dir) / f"rank{trainer.global_rank}.pt")
 
 
-def in_two_processes(folder: Path, utility: str) -> None:
+def in_two_processes(folder: Path, utility: str | None) -> None:
     torch.set_num_threads(1)
-    callback = GxdCallback(utility=utility, **OFTEN)
+    callback = callback_of(utility)
     options = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": False}
     trainer(folder, callback, Save(callback), **options).fit(Shared())
 
@@ -314,15 +341,15 @@ class Shared(WithSgd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("utility", ["gxd", "loss_gradient"])
-def test_two_processes_train_as_one_does(tmp_path: Path, utility: str):
+@pytest.mark.parametrize("utility", [None, "gxd", "loss_gradient"])
+def test_two_processes_train_as_one_does(tmp_path: Path, utility: str | None):
     process = WARM.Process(target=in_two_processes, args=(tmp_path, utility))
     process.start()
     process.join(120)
     process.kill()
     states = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert same(states[0][0], states[1][0])
-    alone = GxdCallback(utility=utility, **OFTEN)
+    alone = callback_of(utility)
     module = fit(tmp_path, alone, WithSgd())
     assert states[0][2] == alone.cbp.total_resets > 10
     for name, tensor in module.state_dict().items():
@@ -351,28 +378,41 @@ class Beside(Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "exception", "words"),
+    ("utility", "options", "kind", "exception", "words"),
     [
-        ({"module": "nett"}, Module, ValueError, "Did you mean 'net'"),
-        ({"criterion": "loss"}, Module, ValueError, "has no module 'loss'"),
-        ({}, Branches, gxd.TraceError, "could not be traced"),
-        ({}, Parts, ValueError, r"GxdCallback\(module='net'\)"),
-        ({}, Beside, gxd.ObservationError, r"has not called the Beside itself"),
-        ({"example_inputs": X[:2, :3]}, Module, gxd.TraceError, "fix example_inputs"),
-        ({"target": lambda *_: Y}, Module, ValueError, "target has shape"),
+        *(
+            (utility, *row)
+            for utility in (None, "gxd")
+            for row in [
+                ({"module": "nett"}, Module, ValueError, "Did you mean 'net'"),
+                ({"criterion": "loss"}, Module, ValueError, "has no module 'loss'"),
+                ({}, Branches, gxd.TraceError, "could not be traced"),
+                ({}, Parts, ValueError, r"GxdCallback\(module='net'\)"),
+                ({"example_inputs": X[:2, :3]}, Module, gxd.TraceError, "fix example_inputs"),
+            ]
+        ),
+        ("gxd", {}, Beside, gxd.ObservationError, r"has not called the Beside itself"),
+        ("gxd", {"target": lambda *_: Y}, Module, ValueError, "target has shape"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_nothing_stays_attached(
-    tmp_path: Path, options: dict[str, Any], kind: Any, exception: Any, words: str
+    tmp_path: Path, utility: str | None, options: dict[str, Any], kind: Any, exception: Any, words: str
 ):
-    refused(tmp_path, GxdCallback(**options), kind(), exception, words)
+    refused(tmp_path, callback_of(utility, **options), kind(), exception, words)
+
+
+def test_nothing_has_to_be_called_as_a_whole_by_default(tmp_path: Path):
+    callback = GxdCallback(**OFTEN)
+    module = fit(tmp_path, callback, Beside())
+    expected, cbp = plain(utility=None)
+    assert same(dict(module.state_dict()), dict(expected.state_dict())) and cbp.total_resets > 10
 
 
 @pytest.mark.parametrize(
     ("options", "exception", "words"),
     [
-        ({"utilty": "gxd"}, ValueError, "Did you mean 'utility'"),
-        ({"utility": "gdx"}, (ValueError, KeyError), "gxd"),
+        ({"replacment_rate": 0.1}, ValueError, "Did you mean 'replacement_rate'"),
+        ({"utility": "gxd"}, ValueError, r"give the method, as gxd\.method\('continual_backprop', utility=\.\.\.\)"),
         ({"replacement_rate": 7}, ValueError, "replacement_rate=7"),
         ({"on_unobserved": "rise"}, ValueError, "Did you mean 'raise'"),
         ({"scaler": None}, TypeError, "the training loop has it"),
@@ -383,6 +423,19 @@ def test_what_cannot_be_trained_is_refused_and_nothing_stays_attached(
 def test_wrong_options_are_refused_before_there_is_a_trainer(options: dict[str, Any], exception: Any, words: str):
     with pytest.raises(exception, match=words):
         GxdCallback(**options)
+
+
+@pytest.mark.parametrize("given", ["redo", gxd.method("redo")])
+def test_an_option_of_a_method_that_is_given_to_the_callback_is_refused_with_the_remedy(given: Any):
+    with pytest.raises(ValueError, match=r"give the method, as gxd\.method\('redo', threshold=\.\.\.\)"):
+        GxdCallback(given, threshold=0.5)
+
+
+def test_wrong_options_of_a_method_are_refused_when_it_is_made():
+    with pytest.raises(TypeError, match="Did you mean 'utility'"):
+        gxd.method("continual_backprop", utilty="gxd")
+    with pytest.raises((ValueError, KeyError), match="gxd"):
+        callback_of("gdx")
 
 
 def test_a_callback_that_is_given_twice_or_to_another_model_is_refused(tmp_path: Path):

@@ -54,8 +54,15 @@ def plans(name: str) -> dict[str, gxd.UnitPlan]:
         return {part: cbp.plan for part, cbp in callback.cbps.items()}
 
 
-def callback_of(name: str, **options: Any) -> GxdCallback:
-    return GxdCallback(plan=plans(name), **{**OFTEN, **options})
+def callback_of(name: str, utility: str | None = None, **options: Any) -> GxdCallback:
+    """By default the method ``gxd``; with a utility ContinualBackprop."""
+    options = {**OFTEN, **options}
+    if utility is None:
+        return GxdCallback(plan=plans(name), **options)
+    return GxdCallback(gxd.method("continual_backprop", utility=utility, **options), plan=plans(name))
+
+
+UTILITIES = [None, "gxd_sketch"]
 
 
 @contextmanager
@@ -75,8 +82,9 @@ def hooks(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_units_of_the_right_networks_are_reset_and_no_hook_is_left(name: str):
-    made, callback = agent(name), callback_of(name)
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_units_of_the_right_networks_are_reset_and_no_hook_is_left(name: str, utility: str | None):
+    made, callback = agent(name), callback_of(name, utility)
     made.learn(70, callback=callback)
     assert list(callback.cbps) == PARTS[name]
     for part, cbp in callback.cbps.items():
@@ -94,19 +102,22 @@ def test_units_of_the_right_networks_are_reset_and_no_hook_is_left(name: str):
 
 
 @pytest.mark.parametrize("name", ["DQN", "SAC", "TD3"])
-def test_target_networks_are_not_touched(name: str):
-    made, callback = agent(name), callback_of(name)
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_target_networks_are_not_touched(name: str, utility: str | None):
+    made, callback = agent(name), callback_of(name, utility)
     targets = [module for part, module in made.policy.named_children() if part.endswith("_target")]
     assert targets
     with attached(made, callback):
         assert not any(map(hooks, targets))
-        assert hooks(made.policy) > 4
+        assert hooks(made.policy) > (3 if utility is None else 4)  # call, return, two consumers; and the output
 
 
 @pytest.mark.parametrize("name", ["DQN", "PPO", "SAC", "TD3"])
-def test_an_inert_callback_changes_no_weight_and_no_random_number(name: str):
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_an_inert_callback_changes_no_weight_and_no_random_number(name: str, utility: str | None):
     with_gxd = agent(name)
-    with_gxd.learn(60, callback=GxdCallback(replacement_rate=0.0))
+    method = gxd.method("continual_backprop", utility=utility, replacement_rate=0.0) if utility else None
+    with_gxd.learn(60, callback=GxdCallback(method) if method else GxdCallback(replacement_rate=0.0))
     after = torch.rand(3), np.random.rand(3)
     without = agent(name)  # which seeds all generators
     without.learn(60)
@@ -133,7 +144,7 @@ def recorded(critic: nn.Module, on_data: list[Tensor], for_actor: list[Tensor]) 
 
 @pytest.mark.parametrize("name", ["SAC", "TD3"])
 def test_the_actors_loss_does_not_count_for_the_critic(name: str):
-    made, callback = agent(name), callback_of(name, utility="activation", decay=0.0, replacement_rate=0.0)
+    made, callback = agent(name), callback_of(name, "activation", decay=0.0, replacement_rate=0.0)
     made.learn(40)
     on_data: list[Tensor] = []
     for_actor: list[Tensor] = []
@@ -149,10 +160,12 @@ def test_the_actors_loss_does_not_count_for_the_critic(name: str):
 
 
 @pytest.mark.parametrize("name", ["SAC", "TD3"])
-def test_gradients_of_the_actors_loss_do_not_count_for_the_critic(name: str):
+@pytest.mark.parametrize("utility", [None, "loss_gradient"])
+def test_gradients_of_the_actors_loss_do_not_count_for_the_critic(name: str, utility: str | None):
     made = agent(name)
     made.learn(40)
-    callback = callback_of(name, utility="loss_gradient", decay=0.0, replacement_rate=0.0)
+    alone: dict[str, Any] = {"decay": 0.0, "replacement_rate": 0.0}  # one batch
+    callback = callback_of(name, utility, **alone)
     inputs: list[Any] = []
     gradients: dict[int, Tensor] = {}  # of the critic's loss, by each of its outputs
 
@@ -170,22 +183,59 @@ def test_gradients_of_the_actors_loss_do_not_count_for_the_critic(name: str):
         made.train(1, 16)
         found = callback.cbps["critic"].utilities()
     handle.remove()
-    cbp = gxd.ContinualBackprop(
-        twin, twin.optimizer, plan=plans(name)["critic"], utility="loss_gradient", decay=0.0, replacement_rate=0.0
-    )
+    method = gxd.method("continual_backprop", utility=utility, **alone) if utility else gxd.method("gxd", **alone)
+    cbp = gxd.attach(twin, twin.optimizer, method, plan=plans(name)["critic"])
     torch.autograd.backward(twin(*inputs[0]), [gradients[number] for number in range(2)])
     twin.optimizer.step()
     for group, utility in cbp.utilities().items():
         torch.testing.assert_close(found[group], utility)
 
 
+@contextmanager
+def by_hand(made: Any, name: str, utility: str | None) -> Iterator[dict[str, gxd.Attachment]]:
+    """The line that a user writes for each network. With a utility of the output, it is observed."""
+    optimizers = {"q_net": "policy", "policy": "policy", "actor": "actor", "critic": "critic"}
+    method = gxd.method("continual_backprop", utility=utility, **OFTEN) if utility else gxd.method("gxd", **OFTEN)
+    found = {}
+    for part in PARTS[name]:
+        network = made.policy if part == "policy" else getattr(made.policy, part)
+        optimizer = getattr(made, optimizers[part]).optimizer
+        found[part] = gxd.attach(network, optimizer, method, plan=plans(name)[part])
+        if utility:
+            found[part].observe_output()
+    try:
+        yield found
+    finally:
+        for one in found.values():
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "utility"),
+    [*((name, None) for name in ("DQN", "PPO", "A2C", "SAC", "TD3", "DDPG")), ("DQN", "gxd_sketch")],
+)
+def test_a_training_is_that_of_networks_with_the_one_line_each(name: str, utility: str | None):
+    """Nothing is paused there: what the actor's loss shows of the critic is zeroed before the critic's step."""
+    made, callback = agent(name), callback_of(name, utility)
+    made.learn(70, callback=callback)
+    expected = agent(name)
+    with by_hand(expected, name, utility) as resets:
+        expected.learn(70)
+        for one in resets.values():
+            one.discard()
+    assert all(one.total_resets > 3 for one in resets.values())
+    assert same(dict(made.policy.state_dict()), dict(expected.policy.state_dict()))
+    assert same(callback.state_dict(), {part: one.state_dict() for part, one in resets.items()})
+
+
 @pytest.mark.parametrize("name", ["DQN", "PPO", "SAC", "TD3"])
-def test_saved_and_loaded_it_goes_on_exactly(name: str, tmp_path: Path):
-    made, callback = agent(name), callback_of(name)
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_saved_and_loaded_it_goes_on_exactly(name: str, utility: str | None, tmp_path: Path):
+    made, callback = agent(name), callback_of(name, utility)
     made.learn(60, callback=callback)
     made.save(tmp_path / "agent")
     torch.save(callback.state_dict(), tmp_path / "gxd.pt")
-    loaded, again = type(made).load(tmp_path / "agent", env=made.get_env()), callback_of(name)
+    loaded, again = type(made).load(tmp_path / "agent", env=made.get_env()), callback_of(name, utility)
     again.load_state_dict(torch.load(tmp_path / "gxd.pt", weights_only=True))
     for one in ("replay_buffer", "rollout_buffer"):
         if hasattr(made, one):
@@ -204,8 +254,9 @@ def test_saved_and_loaded_it_goes_on_exactly(name: str, tmp_path: Path):
     assert same(again.state_dict(), callback.state_dict())
 
 
-def test_acting_and_evaluating_leave_no_trace():
-    made, callback = agent("DQN"), callback_of("DQN")
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_acting_and_evaluating_leave_no_trace(utility: str | None):
+    made, callback = agent("DQN"), callback_of("DQN", utility)
     with attached(made, callback):
         made.policy.set_training_mode(True)
         before = copy.deepcopy(callback.state_dict())
@@ -213,14 +264,16 @@ def test_acting_and_evaluating_leave_no_trace():
         assert same(callback.state_dict(), before)
 
 
-def test_an_update_that_stops_early_leaves_nothing_to_the_next():
-    made, callback = agent("PPO"), callback_of("PPO")
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_an_update_that_stops_early_leaves_nothing_to_the_next(utility: str | None):
+    made, callback = agent("PPO"), callback_of("PPO", utility)
     made.learn(32)
     made.target_kl = 1e-9
     with attached(made, callback):
         made.train()
         (part,) = callback.cbps["policy"]._parts
-        assert not part.scorer.sums.empty, "it has observed a batch, and stopped"
+        kept = part.scorer.observer.passes if utility is None else not part.scorer.sums.empty
+        assert kept, "it has seen a batch, and stopped"
         callback.on_rollout_start()
         callback.on_rollout_end()
         assert part.scorer.sums.empty and not part.scorer.observer.passes
@@ -299,8 +352,8 @@ def test_observations_may_be_dicts_of_numbers_and_vectors():
 @pytest.mark.parametrize(
     ("options", "exception", "words"),
     [
-        ({"utility": "gxd"}, ValueError, "use 'gxd_sketch'"),
-        ({"utilty": "gxd_sketch"}, ValueError, "Did you mean 'utility'"),
+        ({"utility": "gxd_sketch"}, ValueError, r"give the method, as gxd\.method\('continual_backprop', utility"),
+        ({"replacment_rate": 0.1}, ValueError, "Did you mean 'replacement_rate'"),
         ({"example_inputs": torch.zeros(2, 4)}, TypeError, "the spaces of the environment tell"),
         ({"plan": 3}, TypeError, "part -> plan"),
         ({"replacement_rate": -1}, ValueError, "replacement_rate=-1"),
@@ -312,6 +365,8 @@ def test_wrong_options_are_refused_before_learning(options: dict[str, Any], exce
 
 
 def test_a_method_that_needs_the_logit_of_a_target_is_refused_before_learning():
+    with pytest.raises(ValueError, match="use 'gxd_sketch'"):
+        GxdCallback(gxd.method("continual_backprop", utility="gxd"))
     with pytest.raises(ValueError, match="attribution_sketch"):
         GxdCallback(gxd.method("swr", score="attribution"))
     GxdCallback(gxd.method("swr", score="attribution_sketch"))

@@ -54,8 +54,21 @@ def plan_of(name: str) -> gxd.UnitPlan:
     return gxd.find_units(MODELS[name](), {"input_ids": torch.ones(2, 6, dtype=torch.long)})
 
 
-def callback_of(name: str, **options: Any) -> Any:
-    return GxdCallback(plan=plan_of(name), **{**OFTEN, **options})
+def method_of(utility: str | None, **options: Any) -> gxd.Method:
+    """ContinualBackprop with a utility, or without any the default of the callback."""
+    options = {**OFTEN, **options}
+    if utility is None:
+        return gxd.method("gxd", **options)
+    return gxd.method("continual_backprop", utility=utility, **options)
+
+
+def callback_of(name: str, utility: str | None = None, **options: Any) -> Any:
+    """Of a model. Without a utility the callback is given no method."""
+    options = {"plan": plan_of(name), **options}
+    if utility is None:
+        return GxdCallback(**{**OFTEN, **options})
+    own = {name: options.pop(name) for name in ("maturity", "replacement_rate") if name in options}
+    return GxdCallback(method_of(utility, **own), **options)
 
 
 def data(causal: bool, labels: Any = None) -> list[dict[str, Tensor]]:
@@ -77,6 +90,17 @@ class Explicit(transformers.Trainer):
             else:
                 self.callback.cbp.observe(logits, labels)
         return (loss, output) if return_outputs else loss
+
+
+class Alone(transformers.Trainer):
+    """Attaches by the one line, when it has made its optimizer. There is no callback."""
+
+    plan: Any = None
+
+    def create_optimizer(self, *given: Any) -> Any:
+        optimizer = super().create_optimizer(*given)
+        self.resets = gxd.attach(self.model, optimizer, method_of(None), plan=self.plan)
+        return optimizer
 
 
 def train(folder: Path, model: Any, callback: Any, kind: Any = transformers.Trainer, **options: Any) -> Any:
@@ -108,11 +132,23 @@ CASES = [("bert", "plain"), ("gpt2", "accumulated"), ("llama", "bf16"), ("gpt2",
 
 
 @pytest.mark.parametrize(("name", "regime"), CASES)
-def test_a_training_is_that_with_an_explicit_observe(tmp_path: Path, name: str, regime: str):
+def test_a_training_is_that_with_the_one_line(tmp_path: Path, name: str, regime: str):
     callback, model = callback_of(name), MODELS[name]()
     train(tmp_path, model, callback, **REGIMES[regime])
     assert callback.cbp.total_resets > 3 and callback.cbp.closed
-    mine = callback_of(name, select=lambda *_: None)
+    expected = MODELS[name]()
+    trainer = train(tmp_path, expected, None, type("Planned", (Alone,), {"plan": plan_of(name)}), **REGIMES[regime])
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert same(callback.cbp.state_dict(), trainer.resets.state_dict())
+    trainer.resets.close()
+
+
+@pytest.mark.parametrize(("name", "regime"), CASES)
+def test_a_training_is_that_with_an_explicit_observe(tmp_path: Path, name: str, regime: str):
+    callback, model = callback_of(name, "gxd"), MODELS[name]()
+    train(tmp_path, model, callback, **REGIMES[regime])
+    assert callback.cbp.total_resets > 3 and callback.cbp.closed
+    mine = callback_of(name, "gxd", select=lambda *_: None)
     expected = MODELS[name]()
     train(tmp_path, expected, mine, Explicit, **REGIMES[regime])
     assert same(dict(model.state_dict()), dict(expected.state_dict()))
@@ -122,17 +158,21 @@ def test_a_training_is_that_with_an_explicit_observe(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("name", "regime", "utility"),
     [
+        ("bert", "plain", None),
+        ("bert", "bf16", None),
+        ("gpt2", "accumulated", None),
+        ("llama", "checkpointed", None),
         ("bert", "bf16", "gxd"),
         ("gpt2", "accumulated", "gxd_sketch"),
         ("llama", "checkpointed", "gxd"),
         ("gpt2", "plain", "loss_gradient"),
     ],
 )
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, name: str, regime: str, utility: str):
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, name: str, regime: str, utility: str | None):
     options = {**REGIMES[regime], "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
-    whole, model = callback_of(name, utility=utility), MODELS[name]()
+    whole, model = callback_of(name, utility), MODELS[name]()
     train(tmp_path, model, whole, **options)
-    rest, fresh = callback_of(name, utility=utility), MODELS[name]()
+    rest, fresh = callback_of(name, utility), MODELS[name]()
     train(tmp_path, fresh, rest, resume=str(tmp_path / "checkpoint-4"), **options)
     half = torch.load(tmp_path / "checkpoint-4" / "gxd.pt", weights_only=True)
     (part,) = half["methods"].values()
@@ -174,7 +214,7 @@ def test_the_state_of_a_checkpoint_is_named_where_it_is_not_in_its_folder(tmp_pa
 
 
 def test_causal_models_are_observed_at_the_next_token(tmp_path: Path):
-    callback, model = callback_of("gpt2", replacement_rate=0.0), gpt2()
+    callback, model = callback_of("gpt2", "gxd", replacement_rate=0.0), gpt2()
     batch = torch.stack([one["input_ids"] for one in data(True)[:4]])
     sgd = torch.optim.SGD(model.parameters(), 0.0)
     cbp = gxd.ContinualBackprop(model, sgd, plan=plan_of("gpt2"), replacement_rate=0.0)
@@ -192,17 +232,33 @@ def test_causal_models_are_observed_at_the_next_token(tmp_path: Path):
         torch.testing.assert_close(callback.cbp.utilities()[name], utility)
 
 
-def test_label_smoothing_hides_the_labels_and_the_sketch_takes_over_with_a_warning(tmp_path: Path):
-    callback = callback_of("bert")
-    with pytest.warns(gxd.ObservationWarning, match="label_smoothing_factor"):
-        train(tmp_path, bert(), callback, label_smoothing_factor=0.1)
-    sketch = callback_of("bert", utility="gxd_sketch")
-    train(tmp_path, bert(), sketch, label_smoothing_factor=0.1)
-    assert same(callback.cbp.state_dict(), sketch.cbp.state_dict()) and sketch.cbp.total_resets > 3
+@pytest.mark.parametrize("utility", ["gxd", "gxi"])
+def test_label_smoothing_hides_the_labels_and_a_utility_that_needs_them_says_what_does_without(
+    tmp_path: Path, utility: str
+):
     model = bert()
-    with pytest.raises(gxd.ObservationError, match="utility='gxd_sketch'"):
-        train(tmp_path, model, callback_of("bert", utility="gxi"), label_smoothing_factor=0.1)
+    with pytest.raises(gxd.ObservationError, match=r"GxdCallback\(\) or .*utility='gxd_sketch'"):
+        train(tmp_path, model, callback_of("bert", utility), label_smoothing_factor=0.1)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("utility", [None, "gxd_sketch"])
+def test_label_smoothing_and_a_loss_of_ones_own_are_the_same_training_to_what_needs_no_labels(
+    tmp_path: Path, utility: str | None
+):
+    """Nothing of the labels is seen but the loss's gradients."""
+    smooth = transformers.trainer_pt_utils.LabelSmoother(0.1)
+
+    class Own(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return smooth(model(**{key: value for key, value in inputs.items() if key != "labels"}), inputs["labels"])
+
+    callback, model = callback_of("bert", utility), bert()
+    train(tmp_path, model, callback, label_smoothing_factor=0.1)
+    expected, own = bert(), callback_of("bert", utility)
+    train(tmp_path, expected, own, Own)
+    assert same(callback.cbp.state_dict(), own.cbp.state_dict()) and own.cbp.total_resets > 3
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
 
 
 def test_layers_that_reentrant_checkpointing_hides_are_said_with_the_remedy(tmp_path: Path):
@@ -229,7 +285,7 @@ def test_regressions_and_several_labels_are_observed_by_what_they_predict(tmp_pa
     def model() -> Any:
         return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options)
 
-    callback = GxdCallback(replacement_rate=0.0)
+    callback = GxdCallback(method_of("gxd", replacement_rate=0.0))
     train(tmp_path, model(), callback, data=examples, max_steps=1)
     other = model()
     inputs, y = torch.stack([one["input_ids"] for one in examples]), target[:4]
@@ -291,15 +347,15 @@ def test_a_model_is_planned_with_two_examples_and_takes_no_random_numbers_from_t
 # --- accelerate -------------------------------------------------------------------------------------------------------
 
 
-def test_accelerate_saves_and_loads_what_is_registered_for_checkpointing(tmp_path: Path):
+@pytest.mark.parametrize("utility", [None, "gxd"])
+def test_accelerate_saves_and_loads_what_is_registered_for_checkpointing(tmp_path: Path, utility: str | None):
     def start() -> Any:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
-        cbp = gxd.ContinualBackprop(
-            model, optimizer, example_inputs=torch.zeros(2, 4), maturity=2, replacement_rate=0.2
-        )
+        method = method_of(utility, maturity=2, replacement_rate=0.2)
+        cbp = gxd.attach(model, optimizer, method, example_inputs=torch.zeros(2, 4))
         accelerator.register_for_checkpointing(cbp)
         return accelerator, model, optimizer, cbp
 
@@ -309,7 +365,8 @@ def test_accelerate_saves_and_loads_what_is_registered_for_checkpointing(tmp_pat
             x, y = torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
             with accelerator.accumulate(model):
                 logits = model(x)
-                cbp.observe(logits, y)
+                if utility is not None:
+                    cbp.observe(logits, y)
                 accelerator.backward(F.cross_entropy(logits, y))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -361,8 +418,11 @@ def test_a_model_without_logits_needs_to_be_selected_from(tmp_path: Path):
     torch.manual_seed(0)
     model = Bare(transformers.BertConfig(**SMALL, intermediate_size=12, num_labels=3))
     with pytest.raises(TypeError, match="without logits: say which tensor counts"):
-        train(tmp_path, model, GxdCallback())
+        train(tmp_path, model, GxdCallback(method_of("gxd")))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    callback = GxdCallback(select=lambda args, kwargs, output: output["scores"], **OFTEN)
+    callback = GxdCallback(method_of("gxd"), select=lambda args, kwargs, output: output["scores"])
+    train(tmp_path, model, callback)
+    assert callback.cbp.total_resets > 3
+    callback = GxdCallback(**OFTEN)  # by default it does not matter what a model returns, besides its loss
     train(tmp_path, model, callback)
     assert callback.cbp.total_resets > 3

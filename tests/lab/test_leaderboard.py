@@ -946,3 +946,25 @@ def test_a_line_of_the_digest_with_values_of_another_kind_is_damaged(board, chan
     (board / "digest.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
     with pytest.raises(UserError, match=r"digest\.jsonl is damaged"):
         command(["show", str(board)], SMALL)
+
+
+def test_runs_of_the_board_keep_their_keys_though_a_default_has_changed():
+    """``decoupled`` was True once, and is written since."""
+    (digits,) = [track for track in PROTOCOL.tracks if track.name == "permuted-digits"]
+    keys = {
+        name: [digits.config(values, 100).key() for values in entries()[name].settings(PROTOCOL, digits)][:2]
+        for name in ("parseval", "spectral", "l2_init")
+    }
+    assert keys == {
+        "parseval": ["0068111ef2", "2e27b01fff"],
+        "spectral": ["679619b88b", "4d9773128a"],
+        "l2_init": ["88d8470945", "9780d55477"],
+    }
+    assert methods.canonical("parseval", ()) == methods.canonical("parseval", {"decoupled": False})
+    assert methods.canonical("parseval", {"decoupled": True}) == ("decoupled=true",)
+    board = Path(__file__).parents[2] / "results" / "leaderboard" / "digest.jsonl"
+    known = {(line["stream"], line["method"], line["key"]) for line in map(json.loads, board.read_text().splitlines())}
+    for track in PROTOCOL.tracks:
+        for name in ("parseval", "spectral"):
+            for values in entries()[name].settings(PROTOCOL, track):
+                assert (track.name, name, track.config(values, 100).key()) in known

@@ -13,7 +13,7 @@ from tests.rig import X, Y, mlp, refused
 
 # Who multiplies by the learning rate, and the options that make it unnecessary.
 NEED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{name: ({}, {"decoupled": False}) for name in ("l2", "l2_init", "spectral", "parseval")},
+    **{name: ({"decoupled": True}, {"decoupled": False}) for name in ("l2", "l2_init", "spectral", "parseval")},
     "nap": ({}, {"affine": "project"}),
     "upgd": ({}, {"weight_decay": 0.0}),
     "shrink_and_perturb": ({"variant": "lop"}, {"variant": "lop", "decay": 0.0}),

@@ -78,7 +78,7 @@ def test_the_largest_singular_value_goes_to_one_biases_to_zero_and_gains_to_one(
 
 
 def test_power_iteration_follows_a_matrix_that_changes_all_the_time():
-    model, optimizer, spectral = attached("spectral", "momentum", strength=1e-3)
+    model, optimizer, spectral = attached("spectral", "momentum", strength=1e-3, decoupled=True)
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         with torch.no_grad():

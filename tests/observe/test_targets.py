@@ -204,3 +204,58 @@ def test_reset_cost_of_a_single_logit_is_that_of_the_two_class_problem(shape: st
         torch.testing.assert_close(one.scores[name]["layers.0"], scale[name] * two.scores[name]["layers.0"])
     torch.testing.assert_close(one.shocks["kl"]["layers.0"], two.shocks["kl"]["layers.0"], rtol=1e-4, atol=1e-9)
     assert bool((one.shocks["kl"]["layers.0"] > 0).all())
+
+
+# ---- padding and masks
+
+
+def of_classes(observe: Callable[..., None], utility: str = "gxd") -> Any:
+    """The scores of an observation of (batch, time, classes)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    x = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    cbp = gxd.ContinualBackprop(model, optimizer, example_inputs=x, utility=utility, maturity=100)
+    logits = model(x)
+    observe(cbp, logits)
+    logits.sum().backward()
+    optimizer.step()
+    return cbp.utilities()
+
+
+PADDED = torch.tensor([[3, 1, 0, 0], [2, 4, 1, 0], [1, 2, 3, 4]])  # 0 is padding
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 4, 7, 255])
+def test_padding_may_have_any_index(padding: int):
+    target = PADDED.where(PADDED != 0, padding)
+    expected = of_classes(lambda cbp, z: cbp.observe(z, target.where(target != padding, -100)))
+    assert same(of_classes(lambda cbp, z: cbp.observe(z, target, ignore_index=padding)), expected)
+    flat = of_classes(lambda cbp, z: cbp.observe(z.flatten(0, 1), target.flatten(), ignore_index=padding))
+    assert same(
+        flat, of_classes(lambda cbp, z: cbp.observe(z.flatten(0, 1), target.where(target != padding, -100).flatten()))
+    )
+
+
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_padding_that_is_not_named_is_refused_with_the_option(padding: int):
+    target = PADDED.where(PADDED != 0, padding)
+    with pytest.raises(ValueError, match=f"ignore_index={padding}"):
+        of_classes(lambda cbp, z: cbp.observe(z, target))
+    with pytest.raises(TypeError, match="ignore_index=None"):
+        of_classes(lambda cbp, z: cbp.observe(z, target, ignore_index=None))
+
+
+def test_a_soft_target_is_masked_by_zeros():
+    hard = PADDED.where(PADDED != 0, -100)
+    soft = F.one_hot(PADDED, 5).float() * (PADDED != 0).unsqueeze(-1)
+    expected = of_classes(lambda cbp, z: cbp.observe(z, hard))
+    assert same(of_classes(lambda cbp, z: cbp.observe(z, soft)), expected)
+    with pytest.raises(ValueError, match="all 0 where a position is masked"):
+        of_classes(lambda cbp, z: cbp.observe(z, soft.where(soft.any(-1, keepdim=True), -100.0)))
+
+
+def test_the_index_of_padding_of_a_single_logit():
+    expected = scores("(B, 1)", "gxi", lambda cbp, z, t: cbp.observe(z, t.where(t == 1, -100)))
+    found = scores("(B, 1)", "gxi", lambda cbp, z, t: cbp.observe(z, t.where(t == 1, -1), ignore_index=-1))
+    torch.testing.assert_close(found, expected)

@@ -139,3 +139,53 @@ def test_what_cannot_be_reset_there_is_refused_with_the_reason(name: str):
     assert not plan.groups
     assert words in next(entry.reason for entry in plan.skipped if entry.name == "a")
     assert "recurrent" in str(plan)
+
+
+class TimeFirst(nn.Module):
+    """A layer of torch's that counts examples on the second axis, as most do if nothing is said."""
+
+    def __init__(self, kind: str, batch_first: bool, transposes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if kind == "attention":
+            self.body: nn.Module = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=batch_first)
+        else:
+            self.body = nn.LSTM(8, 8, batch_first=batch_first)
+        self.embed, self.hidden, self.head, self.transposes = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 6),
+            nn.Linear(6, 3),
+            transposes,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = self.body(h.transpose(0, 1) if self.transposes else h)
+        h = h[0] if isinstance(h, tuple) else h
+        return self.head(self.hidden(h.transpose(0, 1) if self.transposes else h).relu())
+
+
+def scores_of(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    attached = gxd.attach(model, optimizer, "gxd", **options)
+    model(x).square().mean().backward()
+    optimizer.step()
+    return attached.utilities()
+
+
+@pytest.mark.parametrize("kind", ["attention", "lstm"])
+def test_examples_on_the_axis_of_time_are_noticed_and_with_the_remedy_the_scores_are_right(kind: str, recwarn):
+    x = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))  # (batch, time, ...)
+    expected = scores_of(TimeFirst(kind, batch_first=True), x, example_inputs=x)
+    inside = TimeFirst(kind, batch_first=False, transposes=True)
+    assert same_scores(scores_of(inside, x, example_inputs=x), expected)
+    model = TimeFirst(kind, batch_first=False)
+    plan = gxd.find_units(model, x.transpose(0, 1), batch_dim=1)
+    assert same_scores(scores_of(model, x.transpose(0, 1), plan=plan), expected)
+    assert not [w for w in recwarn if issubclass(w.category, gxd.ObservationWarning)]
+    with pytest.warns(gxd.ObservationWarning, match=r"'body.*' has batch_first=False.*batch_dim=1\).*batch_first=True"):
+        gxd.find_units(model, x.transpose(0, 1))
+
+
+def same_scores(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.allclose(one[n], two[n], rtol=1e-4, atol=1e-7) for n in two)

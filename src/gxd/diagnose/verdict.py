@@ -37,15 +37,16 @@ class Probe:
     than a fresh one; below 0, it learns more.
 
     The interval of the gap compares the network with *one* fresh network, not with the mean of many. Fresh networks
-    differ by the luck of their first weights, and the network had such luck once, too. So a new network falls outside
-    of the interval in at most 5 % of probes, half of them on each side (:func:`gxd.diagnose.student.ratio`).
+    differ by the luck of their first weights, and the network had such luck once, too. At a confidence
+    of 95 %, a network that is as good as new has 0 outside of its interval in about 5 % of probes at most, half of them
+    on each side (:func:`gxd.diagnose.student.ratio`).
 
     ============  =====================================================================================================
     verdict       rule
     ============  =====================================================================================================
     lost          the interval begins at or above 0.75: it learns less than a quarter of what a fresh network learns
     losing        else, the interval begins above 0, and the gap is at least 0.1: it learns less than fresh networks do
-    healthy       else, the interval ends at or below 1/3: it is no worse than fresh networks are among themselves, and
+    healthy       else, the interval ends at or below 1/3: within the range of fresh networks, or hardly worse, and
                   a loss of more than a third is ruled out
     undecided     else; or fresh networks do not learn: by less than 1 % of ``start``, or with an interval around 0
     ============  =====================================================================================================
@@ -150,13 +151,12 @@ class Probe:
     @property
     def notes(self) -> list[str]:
         """What the numbers rest on, and what to do if there is no verdict."""
-        orders = f"{self.seeds} orders of the data" if self.networks > self.seeds else "as many orders of the data"
         lines = [
-            f"{self.networks} fresh networks, {orders}, {self.steps} steps each, {self.batches} batches, "
-            f"task {self.task}"
+            f"{self.networks} fresh networks, {self.seeds} orders of the data, {self.steps} steps each, "
+            f"{self.batches} batches, task {self.task}"
         ]
         if self.fresh_learns and self.verdict == "undecided":
-            lines.append("To decide, take more steps (fresh networks then differ less), or more of them: seeds=")
+            lines.append("To decide: more steps=, because fresh networks then differ less, or more seeds=")
         return lines
 
     def plot(self) -> Any:

@@ -74,6 +74,8 @@ class Session:
         for name in options:
             if name in _LOOP:
                 raise TypeError(f"{name!r} is no option here: the training loop has it")
+            if name not in known:
+                _refuse_option_of_a_method(name, given)
             arguments.choice("option", name, known)
         if options.get("plan") is not None and options.get("example_inputs") is not None:
             raise ValueError("give either example_inputs (the model is traced) or plan (from gxd.find_units), not both")
@@ -171,6 +173,17 @@ class Session:
             self.attached.load_state_dict(state)
         else:
             self._state = state or None
+
+
+def _refuse_option_of_a_method(name: str, given: Sequence[Method | str]) -> None:
+    """Raise ValueError if the option is one that a method has, and not the callback."""
+    names = [one if isinstance(one, str) else one.name for one in given if isinstance(one, (str, Method))]
+    for owner in names or ["continual_backprop"]:  # whose options the callbacks took before they had another default
+        if owner in methods() and name in methods()[owner].options:
+            raise ValueError(
+                f"{name!r} is an option of the method {owner!r}, not of the callback: give the method, as "
+                f"gxd.method({owner!r}, {name}=...), before the options of the callback"
+            )
 
 
 def on_device(inputs: Any, model: nn.Module) -> Any:

@@ -11,7 +11,7 @@ were reset in the second half of the tasks. No run diverged.
     backprop      .915 -> .687
     contribution  .911 -> .642  .09
     gxd_paper     .923 -> .892  .74
-    gxd           .928 -> .925  1.00
+    gxd           .929 -> .925  1.00
     random        .922 -> .919  .99
     ============  ============  ========
 

@@ -43,6 +43,8 @@ ON_DISK = {PAPER: "gxd", "gxd": "gxd_loss_per_step"}
 RANKED = {"continual_backprop": "ranking", "unit_reset": "normalise"}
 PER_STEP = "per_step"  # on disk: age, which is u / age today
 EXPECTED = "expected_age"  # in the program: what age meant in runs of before, u / E[u | age] ** exponent
+CHANGED = {"parseval": ("decoupled",), "spectral": ("decoupled",)}
+"""Method -> options whose default was another one once. They are always written, so a key names the run it named."""
 
 
 def names() -> list[str]:
@@ -173,7 +175,8 @@ def load(file: Path) -> ModuleType:
 
 
 def canonical(method: str, given: Any) -> tuple[str, ...]:
-    """The options of a method as sorted texts ``NAME=VALUE``, without those that have their default.
+    """The options of a method as sorted texts ``NAME=VALUE``, without those that have their default, except where that
+    default was :data:`changed <CHANGED>`.
 
     Args:
         given: texts ``NAME=VALUE``, or a table of names and values. For several methods at once the name of an option
@@ -185,7 +188,7 @@ def canonical(method: str, given: Any) -> tuple[str, ...]:
     values = _table(given)
     if method == "backprop" and values:
         raise UserError(f"option {next(iter(values))!r}: backprop has no options; choose another method")
-    if not values:
+    if method == "backprop":
         return ()
     given_parts = parts(method)
     if len(given_parts) == 1:
@@ -229,6 +232,8 @@ def _checked(method: str, values: Mapping[str, Any], fields: bool) -> dict[str, 
             f"{method} is ranked by {EXPECTED}, u / E[u | age], which gxd no longer has: such a run can be reported, "
             "but not continued. For a new run choose age, which is u / age"
         )
+    changed = CHANGED.get(method, ())
+    values = {**{name: info.options[name] for name in changed}, **values}
     for name in values:
         if name in info.options and name not in known:
             if name == "utility":
@@ -244,7 +249,7 @@ def _checked(method: str, values: Mapping[str, Any], fields: bool) -> dict[str, 
         _made(method, values)
     except (TypeError, ValueError) as error:  # out of its range; only the method knows
         raise UserError(f"an option of {method}: {' '.join(str(error).split())}") from error
-    return {name: value for name, value in values.items() if value != info.options[name]}
+    return {name: value for name, value in values.items() if name in changed or value != info.options[name]}
 
 
 def values_of(options: tuple[str, ...]) -> dict[str, Any]:

@@ -94,20 +94,19 @@ def _direction(vector: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     inert={"strength": 0.0},
     changes="weights, biases, gains of norms",
 )
-def spectral(strength: float = 1e-3, power: float = 2.0, decoupled: bool = True, exclude: Exclude = ()) -> Method:
+def spectral(strength: float = 1e-3, power: float = 2.0, decoupled: bool = False, exclude: Exclude = ()) -> Method:
     """Goes down the gradient of ``strength * [sum (sigma_max(W)^k - 1)^2 + sum |b|^(2k) + sum |gamma - 1|^2]``, where k
-    is the ``power``, over all weights, biases (those of norms too) and gains of norms; with each parameter's
-    learning rate.
+    is the ``power``, over all weights, biases (those of norms too) and gains of norms; it is added to that of the loss.
 
     ``sigma_max`` and its singular vectors u, v are those of one power iteration per step, which goes on from the last;
     its gradient is ``u v'``. A weight is a matrix ``(out, rest)``; embeddings and other parameters are left alone.
-    The equation was read in another project's notes on the paper, for which no code was found. The paper has the
-    penalty in the loss (``decoupled=False``).
+    The equation was read in another project's notes on the paper, for which no code was found.
 
     Args:
         strength: no grid was found; 1e-3 is ours.
         power: k, 1 or more; the paper's is 2.
-        decoupled: False: the gradient of the penalty is added to that of the loss, which Adam then rescales.
+        decoupled: False: the gradient of the penalty is added to that of the loss, which Adam then rescales, as in the
+            paper and in our evidence. True: it is gone down after the step, with each parameter's learning rate.
         exclude: names of parameters or modules that are left out, with wildcards; ``"head"`` is the last layer.
     """
     return penalised(Spectral(strength, power, exclude), decoupled)

@@ -50,6 +50,7 @@ def direction_of(
     score: Tensor | None,
     draw: Draw,
     class_dim: int | None = None,
+    ignored: int = IGNORED,
     traced: bool = False,
 ) -> Direction:
     """The direction a utility asks for, from what the user gave.
@@ -58,6 +59,7 @@ def direction_of(
         gradient: the utility's.
         logits, target, score, class_dim: as for :meth:`gxd.ContinualBackprop.observe`.
         draw: random numbers for a tensor like the given one, see :func:`noise`.
+        ignored: the class that does not count.
         traced: the values are not to be looked at.
     """
     if score is not None:
@@ -84,7 +86,7 @@ def direction_of(
         return Direction(logits, lambda: _each_class(logits, dim), logits.shape[0], several=logits.shape[dim] > 1)
     if target is None:
         raise ValueError("observe(logits, target): this utility needs the target classes; or give observe(score=...)")
-    cotangent, probabilities = _of_target(logits, target, class_dim, traced)
+    cotangent, probabilities = _of_target(logits, target, class_dim, ignored, traced)
     return Direction(logits, lambda: iter([cotangent]), logits.shape[0], probabilities=probabilities)
 
 
@@ -119,13 +121,15 @@ def _checked_target(target: Tensor) -> Tensor:
     return target
 
 
-def _of_target(logits: Tensor, target: Tensor, class_dim: int | None, traced: bool) -> tuple[Tensor, bool]:
+def _of_target(
+    logits: Tensor, target: Tensor, class_dim: int | None, ignored: int, traced: bool
+) -> tuple[Tensor, bool]:
     """1 at the target class of every example (and position), or the class probabilities; and whether the target has to
     lie in [0, 1].
     """
     _checked_target(target)
     plain = target.dtype == torch.int64 and logits.dim() == 2 and target.shape == logits.shape[:1]
-    if plain and not traced and target.device.type == "cpu" and 1 < logits.shape[1] <= MOST_ROWS:
+    if plain and ignored < 0 and not traced and target.device.type == "cpu" and 1 < logits.shape[1] <= MOST_ROWS:
         try:
             return _identity(logits.shape[1], logits.dtype, logits.device).index_select(0, target), False
         except (RuntimeError, IndexError):
@@ -139,35 +143,35 @@ def _of_target(logits: Tensor, target: Tensor, class_dim: int | None, traced: bo
             f"{tuple(logits.shape)}); for regression use observe(score=...)"
         )
     if one_logit:
-        return _sign(logits, target.detach().reshape(logits.shape), traced), True
+        return _sign(logits, target.detach().reshape(logits.shape), ignored, traced), True
     if target.is_floating_point():
-        return _marked(target.detach().to(logits.dtype), target, traced), True
+        return _marked(target.detach().to(logits.dtype), target, ignored, traced), True
     if target.shape == logits.shape:
         raise TypeError(
             f"observe(): target of shape {tuple(target.shape)} and dtype {target.dtype} is neither class indices "
             f"{(logits.shape[0], *logits.shape[2:])} nor probabilities, which are floating point: target.float()"
         )
-    return _one_hot(logits, target, dim, traced), False
+    return _one_hot(logits, target, dim, ignored, traced), False
 
 
-def _one_hot(logits: Tensor, target: Tensor, dim: int, traced: bool) -> Tensor:
+def _one_hot(logits: Tensor, target: Tensor, dim: int, ignored: int, traced: bool) -> Tensor:
     """1 at the target class, 0 where it is ignored."""
     index = target.detach().long().unsqueeze(dim)
-    if (
-        index.device.type == "cpu" and not traced
-    ):  # elsewhere an index out of range ends the process, so ignored ones must go first
+    # Elsewhere an index out of range ends the process, so ignored ones must go first.
+    if index.device.type == "cpu" and ignored < 0 and not traced:
         try:
             return torch.zeros_like(logits).scatter_(dim, index, 1.0)
         except RuntimeError:
             pass
-    kept = index != IGNORED
+    kept = index != ignored
     try:
         return torch.zeros_like(logits).scatter_(dim, index.where(kept, 0), kept.to(logits.dtype))
     except RuntimeError as error:
         low, high = int(target.min()), int(target.max())
         raise ValueError(
             f"observe(): target classes range from {low} to {high}, but there are {logits.shape[dim]} logits (0 to "
-            f"{logits.shape[dim] - 1}); {IGNORED} is ignored"
+            f"{logits.shape[dim] - 1}), and {ignored} is ignored. If {low if low < 0 else high} is padding, say "
+            f"ignore_index={low if low < 0 else high}, as of F.cross_entropy"
         ) from error
 
 
@@ -186,31 +190,33 @@ def _of_own_label(logits: Tensor, dim: int, u: Tensor) -> Tensor:
     return p.neg().scatter_add(dim, label, torch.ones_like(p)).to(logits.dtype)
 
 
-def _sign(logits: Tensor, target: Tensor, traced: bool) -> Tensor:
+def _sign(logits: Tensor, target: Tensor, ignored: int, traced: bool) -> Tensor:
     """For the single logit z of a binary problem: ``2 t - 1``, 0 where it is ignored.
 
     It is the two-class problem with the logits (-z / 2, z / 2), up to a factor: class 1 counts z, class 0 counts -z.
     """
     sign = 2 * target.to(logits.dtype) - 1
-    return _marked(sign if target.is_floating_point() else sign.where(target != IGNORED, 0.0), target, traced)
+    sign = sign if target.is_floating_point() else sign.where(target != ignored, 0.0)
+    return _marked(sign, target, ignored, traced)
 
 
-def _marked(direction: Tensor, target: Tensor, traced: bool) -> Tensor:
+def _marked(direction: Tensor, target: Tensor, ignored: int, traced: bool) -> Tensor:
     """The direction, if the target is in [0, 1]. Where a look at its values is impossible (in a trace), or would have
     to wait for the device, a wrong one makes the observation non-finite: it is left out, with a warning.
     """
     if traced or target.device.type != "cpu":
-        return direction.where(_in_unit_interval(target), math.nan)
-    check_probabilities(target)
+        return direction.where(_in_unit_interval(target, ignored), math.nan)
+    check_probabilities(target, ignored)
     return direction
 
 
-def check_probabilities(target: Tensor) -> None:
+def check_probabilities(target: Tensor, ignored: int = IGNORED) -> None:
     """Raise ValueError unless a target on the CPU is in [0, 1], or ignored where it is of integers."""
-    if target.device.type == "cpu" and not bool(_in_unit_interval(target).all()):
+    if target.device.type == "cpu" and not bool(_in_unit_interval(target, ignored).all()):
         low, high = target.min().item(), target.max().item()
         meant = (
-            f"class probabilities, or the classes 0 and 1 of a single logit ({IGNORED} is ignored if it is an integer)"
+            "class probabilities (all 0 where a position is masked), or the classes 0 and 1 of a single logit "
+            f"({ignored} is ignored if it is an integer)"
         )
         raise ValueError(
             f"observe(): target ranges from {low:g} to {high:g}, expected values in [0, 1]: {meant}; for regression "
@@ -218,9 +224,9 @@ def check_probabilities(target: Tensor) -> None:
         )
 
 
-def _in_unit_interval(target: Tensor) -> Tensor:
+def _in_unit_interval(target: Tensor, ignored: int) -> Tensor:
     if not target.is_floating_point():
-        return (target == 0) | (target == 1) | (target == IGNORED)
+        return (target == 0) | (target == 1) | (target == ignored)
     slack = 4 * torch.finfo(target.dtype).eps  # a mixture of two targets may round to a little more than 1
     return (target >= -slack) & (target <= 1 + slack)
 

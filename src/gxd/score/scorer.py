@@ -260,9 +260,9 @@ def _nothing_seen(utility: Utility, seen: bool, waiting: bool, refused: bool) ->
         )
     if waiting and refused:
         return (
-            "optimizer.step() after torch.autograd.grad(): the utility reads the gradients that loss.backward() leaves, "
-            "for those of autograd.grad may be of another loss. Call loss.backward(), or choose a utility that is "
-            "observed, such as 'gxd_sketch'. The parameters were updated, no unit was scored or reset"
+            "optimizer.step() after torch.autograd.grad(): the utility reads the gradients that loss.backward() "
+            "leaves, for those of autograd.grad may be of another loss. Call loss.backward(), or choose a utility that "
+            "is observed, such as 'gxd_sketch'. The parameters were updated, no unit was scored or reset"
         )
     if waiting:
         return (

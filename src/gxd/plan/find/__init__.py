@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gxd import arguments
-from gxd.errors import TraceError
+from gxd.errors import ObservationWarning, TraceError, warn
 from gxd.plan.find import rules  # noqa: F401  (registers the rules)
 from gxd.plan.find.assemble import assemble, covered
 from gxd.plan.find.engine import Engine
@@ -92,6 +92,14 @@ def find_units(
 def _traced(model: nn.Module, several: Sequence[Call], residual: str, batch_dim: int) -> UnitPlan:
     traces = [trace_call(model, call, batch_dim) for call in several]
     engine = _walked(model, traces, residual, batch_dim)
+    if wrong := engine.time_first():
+        warn(
+            f"{wrong[0] or type(model).__name__!r} has batch_first=False, so it counts "
+            f"examples on axis 1, but they are on axis {batch_dim} of the inputs: scores would mix examples with time "
+            "steps. If the inputs are (time, batch), make the plan by plan=gxd.find_units(model, example_inputs, "
+            "batch_dim=1). If they are (batch, time), the layer needs batch_first=True",
+            ObservationWarning,
+        )
     grouped = _walked(model, traces, "group", batch_dim) if residual == "skip" and engine.met_sums() else None
     return assemble(engine, covered(grouped) if grouped is not None else None)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from gxd.plan.find.labels import CONST, FOREIGN, STATISTIC, Units, Value, collapse, compact, filled, spread, where_clear
-from gxd.plan.find.marks import KEPT
+from gxd.plan.find.marks import ARGUMENT, KEPT
 from gxd.plan.find.memory import Memory
 from gxd.plan.find.parts import is_pointwise, parts_of
 from gxd.plan.find.trace import Trace
@@ -112,6 +112,7 @@ class Engine:
         self.layers: list[LayerCall] = []
         self.norms: list[NormCall] = []
         self.refused: dict[str, str] = {}
+        self.examples_first: set[int] = set()  # the ids of modules that were given examples on the first of three axes
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.aliases = aliases(self.parameters)
@@ -188,6 +189,14 @@ class Engine:
         self.values[node] = value
         if isinstance(value, Value):
             self.memory.add(node)
+            for called, place in node.meta.get(ARGUMENT, ()):
+                if not place and value.example.dim() == 3 and _varies_along(value.example) == [0]:
+                    self.examples_first.add(called)
+
+    def time_first(self) -> list[str]:
+        """The layers that count examples on the second axis, and were given them on the first."""
+        layers = [name for name, module in self.modules.items() if getattr(module, "batch_first", True) is False]
+        return [name for name in layers if id(self.modules[name]) in self.examples_first]
 
     def is_input(self, node: fx.Node) -> bool:
         spec = self.specs.get(node.name)
@@ -423,6 +432,11 @@ def _is_static(fakes: Any) -> bool:
 
 def _is_bookkeeping(node: fx.Node) -> bool:
     return op_name(node).startswith(("_assert", "sym_"))
+
+
+def _varies_along(labels: Tensor) -> list[int]:
+    """The axes along which not all labels are the same."""
+    return [d for d in range(labels.dim()) if bool((labels != labels.narrow(d, 0, 1)).any())]
 
 
 def _small(tensor: Any) -> Tensor | None:
