@@ -1,6 +1,7 @@
 """Links of all pages lead somewhere, and lists are lists."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path):
 def test_a_list_begins_after_a_blank_line(page: Path):
     """Or the site shows a paragraph with dashes in it."""
     lines = prose(page)
-    for before, line in zip(lines, lines[1:]):
+    for before, line in pairwise(lines):
         begins = ITEM.match(line) and not line.startswith(" ")
         inside = not before.strip() or ITEM.match(before) or before.startswith((" ", "#"))
         assert not begins or inside, f"no blank line before {line[:60]!r}"
