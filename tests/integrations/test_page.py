@@ -32,6 +32,7 @@ def sections() -> dict[str, str]:
     for section in re.split(r"^##? ", text, flags=re.M)[1:]:
         title, _, text = section.partition("\n")
         if blocks := re.findall(r"```python\n(.*?)```", text, re.S):
+            assert title not in found, f"two sections are called {title!r}"
             found[title] = "\n".join(blocks)
     return found
 
@@ -52,9 +53,20 @@ def run(title: str, names: dict[str, Any], folder: Path, monkeypatch: pytest.Mon
     return names
 
 
+def of_net(given: Any) -> int:
+    """How many steps the units of an attachment have seen; all of them were scored."""
+    assert all(utility.any() for utility in given.utilities().values())
+    return int(given._parts[0].units.step)
+
+
 def with_model() -> dict[str, Any]:
     model, optimizer = make()
     return {"model": model, "optimizer": optimizer}
+
+
+def test_the_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = {**with_model(), "your_trainer": train}
+    assert of_net(run("In your training framework", names, tmp_path, monkeypatch)["resets"]) == 8
 
 
 def test_a_loop_that_hides_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -100,38 +112,64 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert run("Lightning", names, tmp_path, monkeypatch)["callback"].cbp.ages()["net.0"].max() >= 31
 
 
+def test_lightning_without_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lightning = pytest.importorskip("lightning.pytorch")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    names = {"nn": nn, "LightningModule": lightning.LightningModule, "loader": DataLoader(TensorDataset(X, Y), 2)}
+    names["Trainer"] = lambda **options: lightning.Trainer(**options, **quiet, enable_checkpointing=False)
+    module = run("Lightning without the callback", names, tmp_path, monkeypatch)["module"]
+    assert of_net(module.resets) == 32
+
+
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     transformers = pytest.importorskip("transformers")
+    callback = run("Transformers", of_a_trainer(transformers, tmp_path), tmp_path, monkeypatch)["callback"]
+    assert of_net(callback.cbp) == 4
+
+
+def of_a_trainer(transformers: Any, folder: Path) -> dict[str, Any]:
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(
         vocab_size=17, n_layer=1, n_head=2, n_embd=8, n_positions=8, bos_token_id=0, eos_token_id=0
     )
     settings = {"max_steps": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     tokens = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
-    names = {
+    return {
         "Trainer": transformers.Trainer,
         "model": transformers.GPT2LMHeadModel(config),
-        "arguments": transformers.TrainingArguments(output_dir=str(tmp_path), **settings),
+        "arguments": transformers.TrainingArguments(output_dir=str(folder), **settings),
         "data": [{"input_ids": row, "labels": row} for row in tokens],
+        "input_ids": tokens[:2],
     }
-    callback = run("Transformers", names, tmp_path, monkeypatch)["callback"]
-    assert callback.cbp._parts[0].units.step == 4
+
+
+def test_the_trainer_without_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = of_a_trainer(pytest.importorskip("transformers"), tmp_path)
+    assert of_net(run("The Trainer without the callback", names, tmp_path, monkeypatch)["resets"]) == 4
 
 
 def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     accelerate = pytest.importorskip("accelerate")
     names = {**with_model(), "accelerator": accelerate.Accelerator(cpu=True)}
     names["loader"] = DataLoader(TensorDataset(X, Y), 8)
-    cbp = run("accelerate", names, tmp_path, monkeypatch)["cbp"]
-    assert cbp._parts[0].units.step == 4 and (tmp_path / "checkpoint").is_dir()
+    resets = run("accelerate", names, tmp_path, monkeypatch)["resets"]
+    assert of_net(resets) == 4 and (tmp_path / "checkpoint").is_dir()
 
 
 def test_stable_baselines3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    callback = run("Stable-Baselines3", {"agent": agent()}, tmp_path, monkeypatch)["callback"]
+    assert of_net(callback.cbps["policy"]) == 32
+
+
+def agent() -> Any:
     sb3 = pytest.importorskip("stable_baselines3")
     net = {"policy_kwargs": {"net_arch": [8]}, "device": "cpu"}
-    names = {"agent": sb3.PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, n_epochs=2, **net)}
-    callback = run("Stable-Baselines3", names, tmp_path, monkeypatch)["callback"]
-    assert callback.cbps["policy"]._parts[0].units.step == 32
+    return sb3.PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, n_epochs=2, **net)
+
+
+def test_stable_baselines3_without_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = run("Stable-Baselines3 without the callback", {"agent": agent()}, tmp_path, monkeypatch)
+    assert of_net(names["resets"]) == 16
 
 
 def test_agents_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -143,15 +181,13 @@ def test_agents_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     agent = Agent()
     names = {"agent": agent, "optimizer": torch.optim.Adam(agent.parameters()), "observations": X}
-    names = run("Agents of one file", names, tmp_path, monkeypatch)
-    names["logits"].sum().backward()
-    names["optimizer"].step()
-    assert all(utility.any() for utility in names["cbp"].utilities().values())
+    names |= {"actions": Y, "returns": torch.randn(32, 1)}
+    assert of_net(run("Agents of one file", names, tmp_path, monkeypatch)["resets"]) == 1
 
 
 def test_target_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names = run("Target networks and averages of the weights", with_model(), tmp_path, monkeypatch)
-    assert len(names["cbp"]._listeners) == 2
+    assert len(names["resets"]._listeners) == 2
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
@@ -159,19 +195,17 @@ def test_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         names = run("FSDP2", {"model": make()[0], "fully_shard": fully_shard}, tmp_path, monkeypatch)
-        train(names["model"], names["optimizer"], names["cbp"])
-        assert isinstance(names["model"][0].weight, DTensor) and names["cbp"]._parts[0].units.step == 8
-        names["cbp"].close()
+        train(names["model"], names["optimizer"])
+        assert isinstance(names["model"][0].weight, DTensor) and of_net(names["resets"]) == 8
+        names["resets"].close()
     finally:
         dist.destroy_process_group()
 
 
-def train(model: Any, optimizer: Any, cbp: Any) -> float:
-    for _ in range(8):
+def train(model: Any, optimizer: Any, steps: int = 8) -> float:
+    for _ in range(steps):
         optimizer.zero_grad()
-        logits = model(X)
-        loss = F.cross_entropy(logits, Y)
-        cbp.observe(logits, Y)
+        loss = F.cross_entropy(model(X), Y)
         loss.backward()
         optimizer.step()
     return loss.item()
@@ -228,15 +262,16 @@ def test_a_trial_goes_on_from_anothers_checkpoint_with_a_rate_of_its_own(
 
     tune = MagicMock(Checkpoint=Checkpoint, report=lambda metrics, checkpoint: reports.append(metrics))
     tune.get_checkpoint.return_value = None
-    names = {"tune": tune, "PopulationBasedTraining": MagicMock(), "tempfile": tempfile, "make": make, "train": train}
+    names = {"tune": tune, "PopulationBasedTraining": MagicMock(), "tempfile": tempfile, "make": make}
+    names["train"] = lambda model, optimizer: train(model, optimizer, 60)  # units are mature after 100
     trial = run("Ray Tune", names, tmp_path, monkeypatch)["trial"]
     trial({"rate": 1e-3})
     assert [report["rate"] for report in reports] == [1e-3] * 4
     tune.get_checkpoint.return_value = Checkpoint()
     trial({"rate": 0.1})
     assert [report["rate"] for report in reports[4:]] == [0.1] * 2, "the last two epochs"
-    old, new = (entry[3]["methods"]["0.continual_backprop"]["state"] for entry in (kept[1], kept[-1]))
-    assert new["units"]["step"] == old["units"]["step"] + 16 and new["total"] > old["total"]
+    old, new = (entry[3]["methods"]["0.gxd"]["state"] for entry in (kept[1], kept[-1]))
+    assert new["units"]["step"] == old["units"]["step"] + 120 and new["total"] > old["total"]
 
 
 @pytest.mark.slow
