@@ -69,9 +69,12 @@ class Acting:
         self.on_unobserved = arguments.choice("on_unobserved", on_unobserved, ON_UNOBSERVED)
         self.model, self.optimizer, self.methods, self.scaler = unwrap(model), optimizer, tuple(methods), scaler
         needed = any(method.needs_units for method in methods)
-        if (plan is not None and example_inputs is not None) or (needed and plan is None and example_inputs is None):
+        if plan is not None and example_inputs is not None:
+            raise ValueError("give either example_inputs (the model is traced) or plan (from gxd.find_units), not both")
+        if needed and plan is None and example_inputs is None:
             raise ValueError(
-                "give either example_inputs (the model is traced) or plan (from gxd.find_units), not both or neither"
+                "the units of the model are not known: pass example_inputs=x[:2], a batch of two as the model is "
+                "called with, or plan=gxd.find_units(model, x[:2])"
             )
         if plan is not None:
             arguments.plan(plan)

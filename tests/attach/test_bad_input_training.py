@@ -559,3 +559,13 @@ def test_a_reset_on_a_non_finite_step_moves_no_nan_into_the_model():
     rig.optimizer.step()
     assert rig.cbp.last_resets
     assert all(p.isfinite().all() for p in rig.model.parameters())
+
+
+@pytest.mark.parametrize("attach_to", [gxd.ContinualBackprop, lambda *a, **o: gxd.attach(*a, "gxd", **o)])
+def test_without_example_inputs_the_message_says_what_to_pass(attach_to):
+    model = mlp()
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match=r"pass example_inputs=x\[:2\]"):
+        attach_to(model, optimizer)
+    with pytest.raises(ValueError, match="not both"):
+        attach_to(model, optimizer, example_inputs=X, plan=plan_of())

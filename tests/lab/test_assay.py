@@ -254,6 +254,22 @@ def test_any_model_by_module_and_factory(factories, tmp_path, capsys):
     assert line["groups"] == {"0": 9} and line["checkpoint"] == 2
 
 
+def test_a_reason_that_all_assays_share_is_said_once_and_no_table_is_shown(factories, tmp_path, capsys):
+    args = f"assay --model mine_for_assay:failing {OPTIONS} --checkpoints 0 --seeds 0 1 --jobs 2 --out {tmp_path}"
+    assert cli.main(args.split()) == 2
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert last.count("failed with KeyError") == 1 and "seed 0" in last and "seed 1" in last
+    assert "Spearman" not in said.out
+
+
+def test_what_an_assay_counts_is_not_announced_as_tasks(tmp_path, capsys):
+    args = f"assay {OPTIONS} --tasks 1 --seeds 0 --jobs 1 --out {tmp_path}"
+    assert cli.main(args.split()) == 0
+    said = capsys.readouterr().err
+    assert "stages" in said and "tasks" not in said
+
+
 def test_several_run_side_by_side_and_one_that_dies_takes_no_other_with_it(factories, tmp_path, capsys):
     args = f"assay --model mine_for_assay:fragile {OPTIONS} --checkpoints 0 --seeds 0 1 --jobs 2 --out {tmp_path}"
     assert cli.main(args.split()) == 2
@@ -350,6 +366,7 @@ def test_the_table_is_the_mean_and_its_error_over_seeds_and_checkpoints():
         ("--data permuted-digits --train-size 9999 --jobs 1", "train_size=9999 is more than the 1440 images"),
         ("--data-dir /nowhere/at/all --jobs 1", "/nowhere/at/all"),
         ("--model no_such_module:f --data permuted-digits --jobs 1", "cannot import 'no_such_module'"),
+        ("--model no_such_module:f --data permuted-digits --jobs 2", "cannot import 'no_such_module'"),
         ("--model mine_for_assay:nothing --data permuted-digits --jobs 1", "has no 'nothing'"),
         ("--model mine_for_assay:constant --data permuted-digits --jobs 1", "is a int, not a function"),
         ("--model mine_for_assay:number --data permuted-digits --jobs 1", "returned a int, not a torch.nn.Module"),

@@ -329,7 +329,7 @@ def test_ranks_on_a_stream_that_is_under_way_do_not_count_for_those_over_all_str
         shutil.rmtree(board / stage)
     few = [r for r in digest if r["stream"] == "digits" or r["method"] in ("backprop", "gxd")]  # gxd_paper on disk
     (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
-    assert command(["show", str(board)], SMALL) == 0
+    assert command(["show", str(board), "--write"], SMALL) == 0
     standings = list(csv.DictReader((board / "ranks.csv").read_text().splitlines()))
     assert {row["method"]: row["streams"] for row in standings} == dict.fromkeys(ENTRIES, "1")
 
@@ -344,7 +344,7 @@ def test_a_gain_on_a_stream_that_does_not_count_is_not_counted(board):
             loss = (1 if record["method"] == "gxd_paper" else 2) + record["seed"] / 1000  # the better, on every seed
             record |= {"status": "done", "mean": loss, "last": loss}
     (board / "digest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in few))
-    assert command(["show", str(board)], SMALL) == 0
+    assert command(["show", str(board), "--write"], SMALL) == 0
     found = rows(board)
     assert float(found["regression", "gxd_paper"]["gain_low"]) > 0
     for row in csv.DictReader((board / "ranks.csv").read_text().splitlines()):
@@ -369,7 +369,7 @@ def test_a_copy_without_the_runs_is_the_same_board(board, capsys):
     before = rows(board)
     for stage in ("tuning", "report"):
         shutil.rmtree(board / stage)
-    assert command(["show", str(board)], SMALL) == 0
+    assert command(["show", str(board), "--write"], SMALL) == 0
     assert rows(board) == before
     assert "| gxd_paper |" in capsys.readouterr().out
 
@@ -390,16 +390,24 @@ def test_without_a_checkout_the_board_that_came_with_gxd_is_shown_and_added_to_a
     assert "digits: mine is" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in [board, *board.iterdir()]} == before
     shutil.copytree(board, empty / "results" / "leaderboard")
-    assert command(["show"], SMALL) == 0  # of a checkout, its own counts
+    assert command(["show", "--write"], SMALL) == 0  # of a checkout, its own counts
     assert "results/leaderboard/board.html is the page" in capsys.readouterr().out
+    monkeypatch.setattr(cli, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(cli, "CHECKOUT", board)  # of an editable install, elsewhere
+    monkeypatch.chdir(tmp_path)
+    assert command(["show"], SMALL) == 0
+    assert "| gxd |" in capsys.readouterr().out
 
 
 def test_where_there_is_no_board_at_all_a_line_says_how_to_make_one(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "SHIPPED", tmp_path / "none")
+    for name in ("SHIPPED", "CHECKOUT"):
+        monkeypatch.setattr(cli, name, tmp_path / "none")
     monkeypatch.chdir(tmp_path)
     for args in (["show"], ["add", str(own(FINE))]):
-        with pytest.raises(UserError, match=r"no board in results/leaderboard.*gxd leaderboard run.*runs/leaderboard"):
+        with pytest.raises(UserError, match=r"no board in results/leaderboard.*gxd leaderboard run.*--board DIR"):
             command(args, SMALL)
+    with pytest.raises(UserError, match=r"theirs\.py is not a Python file"):  # which comes first
+        command(["add", "theirs.py"], SMALL)
 
 
 def test_a_directory_of_another_protocol_is_refused_and_left_alone(board):
@@ -446,13 +454,23 @@ def test_a_damaged_file_of_either_board_is_said_before_the_runs_and_not_after(ow
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_board_that_cannot_be_written_is_shown_and_what_could_not_be_written_is_said(board, capsys):
+def test_to_show_a_board_writes_nothing(board, capsys):
     (board / "board.csv").unlink()
-    (board / "board.csv").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in [board, *board.rglob("*")]}
     assert command(["show", str(board)], SMALL) == 0
+<<<<<<< HEAD
     said = capsys.readouterr()
     assert "| gxd_paper |" in said.out and "is the page" not in said.out
     assert f"gxd: {board / 'board.csv'} cannot be written (Is a directory)" in said.err and ".part" not in said.err
+=======
+    assert "| gxd |" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in [board, *board.rglob("*")]} == before
+
+
+def test_streams_are_listed_so_that_a_name_with_a_comma_is_one():
+    with pytest.raises(UserError, match=r"There are permuted-digits, 'permuted-digits, tanh', random"):
+        command(["run", "--streams", "foo"])
+>>>>>>> wt-wild
 
 
 def test_what_another_process_writes_to_a_board_meanwhile_is_kept(board, monkeypatch):
@@ -892,7 +910,7 @@ def test_a_run_whose_files_are_damaged_is_missing_and_the_others_stay_on_the_boa
     path = next(path for path in (board / "report" / "permuted-digits").iterdir() if path.name.startswith("gxd"))
     (path / "seed1" / spoil).write_text("")
     (board / "digest.jsonl").unlink()
-    assert command(["show", str(board)], SMALL) == 0
+    assert command(["show", str(board), "--write"], SMALL) == 0
     found = rows(board)
     assert found["digits", "gxd_paper"]["note"] == "missing: 1 of 3 seeds" and found["digits", "backprop"]["rank"]
     assert f"{path.name}" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def scattered(model: Net) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_parameters_go_where_the_equations_say(every: int, optimizer: str, affine: str):
-    strength = 0.5
+    strength = 0.5 if affine == "decay" else 1e-2
     model, made, _ = attached("nap", optimizer, scattered, every=every, affine=affine, strength=strength)
     other = Net().double()
     scattered(other)
@@ -119,6 +119,7 @@ def test_zeros_stay_zeros_and_a_norm_without_shift_is_projected_alone():
     ("options", "error", "word"),
     [
         ({"every": -1}, ValueError, "every=-1 must be a whole number of steps, 0 or more"),
+        ({"affine": "keep", "strength": 0.1}, ValueError, "strength=0.1 .* no effect with affine='keep'"),
         ({"affine": "projekt"}, ValueError, "affine='projekt' is not one of .* Did you mean 'project'"),
         ({"strength": -1.0}, ValueError, "strength=-1.0"),
         ({"exclude": {}}, TypeError, "exclude={} must be a name"),

@@ -17,8 +17,8 @@ from tests.rig import same
 
 POINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "continual_backprop": (
-        {"utility": "contribution", "replacement_rate": 0.2, "maturity": 1, "ranking": "age", "exponent": 1.0},
-        {"score": "contribution", "rate": 0.2, "maturity": 1, "normalise": "age", "exponent": 1.0},
+        {"utility": "contribution", "replacement_rate": 0.2, "maturity": 1, "ranking": "age"},
+        {"score": "contribution", "rate": 0.2, "maturity": 1, "normalise": "age"},
     ),
     "redo": (
         {"threshold": 0.7, "every": 2},
@@ -137,7 +137,6 @@ def test_a_test_of_silence_judges_single_batches_unless_told_otherwise():
         ({"normalise": "mean"}, ValueError, "normalise='mean'"),
         ({"outgoing": 2.0}, ValueError, "outgoing=2.0"),
         ({"decay": 1.5}, ValueError, "decay=1.5"),
-        ({"exponent": "x"}, ValueError, "exponent='x'"),
         ({"selection": ["soft"]}, ValueError, r"selection=\['soft'\] is not one of"),
         ({"selection": "silence_test", "decay": 0.9}, ValueError, r"decay=0.9: SilenceTest judges single.*decay=0"),
         ({"selection": "soft", "sharpness": math.inf}, ValueError, "sharpness=inf must be a number, 0 or more"),

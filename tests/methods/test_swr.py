@@ -530,7 +530,7 @@ def test_the_head_of_another_task_is_left_alone_whether_its_gradient_is_none_or_
         ({"selection": "treshold"}, ValueError, "selection='treshold' is not one of.*Did you mean 'threshold'"),
         ({"score": "gradients"}, ValueError, "score='gradients' is not one of.*Did you mean 'gradient'"),
         ({"redraw": "zero"}, ValueError, "redraw='zero' is not one of 'resample', 'mean'"),
-        ({"memories": True}, ValueError, "memories=True is not one of 'reset', 'keep'"),
+        ({"memories": True}, ValueError, "memories=True is not one of 'reset', 'peers', 'keep'"),
         ({"exclude": [1]}, TypeError, r"exclude=\[1\] must be a name of parameters or modules"),
         ({"exclude": None}, TypeError, "exclude=None must be a name"),
         ({"frequency": 3}, TypeError, "swr has no option 'frequency'"),

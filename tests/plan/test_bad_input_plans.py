@@ -92,7 +92,7 @@ WRONG_PARTS = [
     ("plan is a string", {"plan": "auto"}, TypeError, ("plan", "find_units", "str")),
     ("plan is a list of groups", {"plan": [gxd.manual_group("fc1", "fc2")]}, TypeError, ("plan", "find_units", "list")),
     ("plan is a tensor", {"plan": X}, TypeError, ("plan", "find_units|example_inputs", "Tensor")),
-    ("no plan and no inputs", {"plan": None}, ValueError, ("example_inputs", "plan", "neither")),
+    ("no plan and no inputs", {"plan": None}, ValueError, ("pass example_inputs=x[:2]", "plan")),
     ("a plan and inputs", {"example_inputs": X}, ValueError, ("example_inputs", "plan", "both")),
 ]
 

@@ -233,7 +233,7 @@ def test_units_that_cancel_go_together_where_those_of_lowest_utility_would_add_u
 
 
 def test_a_utility_without_effects_is_refused_with_those_that_have_them():
-    with pytest.raises(ValueError, match=r"LowestSet needs the effects .*'activation' does not .*gxi, gxd, .*gxd_kl"):
+    with pytest.raises(ValueError, match=r"LowestSet needs the effects .*'activation' does not .*gxi, .*gxd, .*gxd_kl"):
         gxd.UnitReset("activation", gxd.LowestSet())
     with pytest.raises(ValueError, match="is of single units: with LowestSet leave it at 'none'"):
         gxd.method("continual_backprop", selection="set", ranking="age")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from itertools import groupby
@@ -15,6 +16,9 @@ from gxd.lab.errors import UserError
 
 T = TypeVar("T")
 EDGES = "│╭╮╰╯ \t"
+# What tyro, or Python, calls the type of a value -> in words.
+TYPES = {"[INT": "whole numbers", "[FLOAT": "numbers", "INT": "a whole number", "FLOAT": "a number"}
+TYPES |= {"int()": TYPES["INT"], "to float": TYPES["FLOAT"]}
 
 
 def parse(what: Callable[..., T], argv: list[str], prog: str, **options: Any) -> T:
@@ -37,7 +41,17 @@ def _one_line(box: str) -> str:
     lines = ["" if not line.strip("-─") else line for line in lines]  # a rule ends a paragraph, as an empty line does
     first, *rest = [list(part) for filled, part in groupby(lines, bool) if filled]
     message = " ".join(first).rstrip(".")
+    if message.startswith("Error parsing "):
+        return _misfit(message)
     near = [line.replace(",", " ").split()[0] for part in rest for line in part if line.startswith("--")]
     if "Unrecognized options" in message and near:
         return f"{message}. Did you mean {near[0]}?"
     return f"{message}."
+
+
+def _misfit(message: str) -> str:
+    """That a value does not fit its option, without the names of types."""
+    option, _, said = message.removeprefix("Error parsing ").partition(": ")
+    given = " ".join(re.findall("'([^']*)'", said)) or "this value"
+    kind = next((words for name, words in TYPES.items() if name in said), None)
+    return f"{option} does not take {given}." if kind is None else f"{option} {given} must be {kind}."

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gxd
 from gxd.lab import streams
-from gxd.lab.assay_config import AssayConfig
+from gxd.lab.assay_config import AssayConfig, factory_of
 from gxd.lab.errors import UserError, first_line
 from gxd.lab.metrics import as_found
 from gxd.lab.progress import Board, Progress
@@ -66,7 +66,7 @@ def _progress(config: AssayConfig, done: int, lines: Sequence[Mapping[str, Any]]
     """How far an assay is: rounds of training and checkpoints count as a step each."""
     assert config.checkpoints is not None
     steps = max(config.checkpoints) + len(config.checkpoints)
-    return Progress(done + len(lines), steps, lines[-1].get("test_accuracy") if lines else None)
+    return Progress(done + len(lines), steps, lines[-1].get("test_accuracy") if lines else None, unit="stage")
 
 
 def _note(config: AssayConfig, root: Path) -> str:
@@ -367,6 +367,8 @@ def command(argv: list[str]) -> int:
     ]
     for config in configs:
         config.resolved()  # a mistake shows before anything is started
+    if ":" in options.config.model:
+        factory_of(options.config.model)
     find_device(options.config.device)
     failed: dict[int, str] = {}
     jobs = options.jobs or cores()
@@ -378,11 +380,13 @@ def command(argv: list[str]) -> int:
         else:
             failed = assay_all(configs, options.out, board, jobs)
     paths = [config.directory(options.out) for config in configs]
-    print("\n\n".join(summaries(paths)))
-    print("\n" + "\n".join(dict.fromkeys(str(path.parent) for path in paths)))
+    if len(failed) < len(configs):
+        print("\n\n".join(summaries(paths)))
+        print("\n" + "\n".join(dict.fromkeys(str(path.parent) for path in paths)))
     if failed:
-        names = "; ".join(f"{configs[number].label()}: {reason}" for number, reason in failed.items())
-        raise UserError(f"{len(failed)} of {len(configs)} assays failed. {names}")
+        reasons = {why: [configs[n].label() for n in failed if failed[n] == why] for why in failed.values()}
+        said = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+        raise UserError(f"{len(failed)} of {len(configs)} assays failed. {said}")
     return 0
 
 

@@ -234,7 +234,7 @@ class AssayConfig:
         if self.model in models.MODELS:
             return models.MODELS[self.model](**offered)
         offered |= {"inputs": inputs, "input_shape": stream.input_shape, "activation": self.activation}
-        factory = _factory(self.model)
+        factory = factory_of(self.model)
         try:
             wanted = inspect.signature(factory).parameters
             given = {name: value for name, value in offered.items() if name in wanted}
@@ -251,7 +251,8 @@ class AssayConfig:
         return model
 
 
-def _factory(spec: str) -> Callable[..., Any]:
+def factory_of(spec: str) -> Callable[..., Any]:
+    """The function that ``--model module:factory`` names. Raises :class:`UserError` if there is none."""
     module, _, name = spec.partition(":")
     if os.getcwd() not in sys.path:  # the user's own file, where the command is started
         sys.path.insert(0, os.getcwd())

@@ -102,4 +102,5 @@ def check_name(word: Any, known: Iterable[str], what: str) -> None:
     """Raise :class:`UserError`, with the nearest and with all of them, unless a name is one of the known."""
     known = list(known)
     if word not in known:
-        raise UserError(f"unknown {what} {word!r}.{near(word, known)} There are {', '.join(known)}")
+        listed = ", ".join(repr(one) if "," in one else one for one in known)
+        raise UserError(f"unknown {what} {word!r}.{near(word, known)} There are {listed}")

@@ -22,6 +22,7 @@ class Progress:
     tasks: int
     value: float | None = None
     metric: str = "test_accuracy"
+    unit: str = "task"
 
     @property
     def short(self) -> str:
@@ -109,14 +110,14 @@ class Board:
                 run.bar = self._bars.add_task(name, total=progress.tasks, value="", eta="")
             elif progress.task < progress.tasks:  # else it was done before, and `finish` says so
                 whence = f", {progress.task} of them done before" if progress.task else ""
-                self._say(f"{name}: {progress.tasks} tasks{whence}")
+                self._say(f"{name}: {progress.tasks} {progress.unit}s{whence}")
         run.last = progress
         if self._bars is not None:
             eta = f"ETA {run.eta(now)}"
             self._bars.update(run.bar, completed=progress.task, total=progress.tasks, value=progress.short, eta=eta)
         elif now - run.shown >= EVERY and progress.task < progress.tasks:
             run.shown = now
-            self._say(f"{name}: task {progress.task}/{progress.tasks}, {progress.words}, ETA {run.eta(now)}")
+            self._say(f"{name}: {progress.unit} {progress.task}/{progress.tasks}, {progress.words}, ETA {run.eta(now)}")
 
     def finish(self, name: str, note: str = "") -> None:
         """A run came to its end; the note says how if it did not go well."""

@@ -16,6 +16,7 @@ from gxd.methods.scope import GAIN, SHIFT, WEIGHT, Exclude, patterns, treated, w
 from gxd.reset.fresh import is_norm
 
 AFFINE = ("decay", "project", "keep")
+STRENGTH = 1e-2
 
 
 class Lengths(NamedTuple):
@@ -99,7 +100,7 @@ def _scale(parameters: list[Tensor], length: Tensor | float) -> None:
     changes="lengths of weights, gains and shifts of norms",
     needs="norms",
 )
-def nap(every: int = 1, affine: str = "decay", strength: float = 1e-2, exclude: Exclude = ()) -> NaP:
+def nap(every: int = 1, affine: str = "decay", strength: float = STRENGTH, exclude: Exclude = ()) -> NaP:
     """``W <- W * |W_0|_F / |W|_F`` after the step, for every weight of a layer: where a norm follows, the function is
     the same, and the effective learning rate no longer falls as weights grow.
 
@@ -117,4 +118,6 @@ def nap(every: int = 1, affine: str = "decay", strength: float = 1e-2, exclude: 
         exclude: names of parameters or modules that are left out, with wildcards. ``"head"`` is the last layer: no
             norm follows it, and to hold its length bounds the logits, as the paper's "every weight" does.
     """
+    if affine != "decay" and strength != STRENGTH:
+        raise ValueError(f"strength={strength!r} is that of affine='decay', and has no effect with affine={affine!r}")
     return NaP(every, affine, strength, exclude)

@@ -24,10 +24,11 @@ from gxd.lab.leaderboard.timing import TIMES, read_times
 
 COMMITTED = Path("results/leaderboard")
 SHIPPED = Path(__file__).parent / "board"  # where the build puts a copy of it
+CHECKOUT = Path(__file__).parents[4] / COMMITTED  # of an installation that is editable
 USAGE = """usage: gxd leaderboard run | show | add ...
 
   run    do the runs of the board that are missing
-  show   the board as a table, as board.csv, board.md and a page
+  show   print the board
   add    run a method of your own under the same protocol, and place it
 
 gxd leaderboard COMMAND --help says what each takes."""
@@ -53,14 +54,16 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The board of a directory: as a table here, and in it as board.csv, ranks.csv, board.md and board.html.
+    """Print the board of a directory.
 
     A method of your own that `gxd leaderboard add` put there is imported from its file, if that is as it was.
     """
 
     directory: tyro.conf.Positional[Path | None] = None
     """Where `gxd leaderboard run` put it, or a copy without the runs themselves. Default: results/leaderboard, else the
-    board that came with gxd, which is only printed."""
+    board that came with gxd."""
+    write: bool = False
+    """Also write it there, from the runs: board.csv, ranks.csv, board.md and board.html."""
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,11 @@ def _run(options: RunOptions, protocol: Protocol) -> int:
 def _show(options: ShowOptions, protocol: Protocol) -> int:
     directory = _found(options.directory, protocol)
     board, records = _read(directory, protocol, own.read(directory))
-    if directory == SHIPPED:  # an installed package is not written to
-        print(output.markdown(board, protocol))
-        return 0
-    unwritten = None
-    try:
+    if options.write:
         _write(board, records, directory, protocol)
-    except OSError as error:  # who may only read a board can still see it
-        unwritten = error
     print(output.markdown(board, protocol))
-    if unwritten is None:
+    if options.write:
         print(f"{directory / output.PAGE} is the page")
-    else:
-        why = f"{unwritten.filename} cannot be written ({unwritten.strerror})"
-        print(f"gxd: {why}: only what is printed here is up to date", file=sys.stderr)
     return 0
 
 
@@ -143,11 +137,12 @@ def _found(named: Path | None, protocol: Protocol) -> Path:
     """The board that was named, else that of the checkout that we are in, else the one that came with gxd; absolute,
     for a method of the user's may go to another directory.
     """
-    directory = named or next((place for place in (COMMITTED, SHIPPED) if place.is_dir()), None)
+    directory = named or next((place for place in (COMMITTED, SHIPPED, CHECKOUT) if place.is_dir()), None)
     if directory is None:
         raise UserError(
-            f"there is no board in {COMMITTED}, and none came with this gxd: make one with gxd leaderboard run, and "
-            f"name its directory, {RunOptions.out} unless you choose another"
+            f"there is no board in {COMMITTED}, and none came with this gxd. Make one with gxd leaderboard run, and "
+            f"name its directory ({RunOptions.out} unless you choose another): gxd leaderboard show DIR, or gxd "
+            "leaderboard add FILE --board DIR"
         )
     if not directory.is_dir() or not work.check_protocol(directory, protocol):
         raise UserError(f"{directory} is no leaderboard: make one with gxd leaderboard run --out DIR")
@@ -195,9 +190,10 @@ def _take_over(base: Path, out: Path, extra: Sequence[Entry]) -> None:
 
 
 def _add(options: AddOptions, protocol: Protocol) -> int:
-    base, out, file = _found(options.board, protocol), options.out.absolute(), options.file.absolute()
+    out, file = options.out.absolute(), options.file.absolute()
     before, taken = dict(gxd.methods()), {*entries(), *gxd.methods(), *gxd.utilities()}
     module = methods.load(file)
+    base = _found(options.board, protocol)
     new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
     replaced = [name for name in new if name in taken]
     if replaced:
