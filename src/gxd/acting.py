@@ -204,7 +204,7 @@ class Acting:
                 part.host.stepping = None
 
     def _between_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Another optimizer than the last has stepped: the gradients that it used count, even if they are zeroed now."""
+        """Another optimizer than the last has stepped: the gradients it used count, even if they are zeroed now."""
         for part in self._parts:
             if part.scorer is not None and part.scorer.observer.backwards is not None:
                 part.scorer.observer.backwards.stepped()
@@ -343,7 +343,11 @@ class Acting:
     @property
     def own_hooks(self) -> tuple[Any, ...]:
         """What may hang on the model and on the optimizer without being foreign."""
-        return (self._after_step, self._between_steps, *(part.scorer.observer for part in self._parts if part.scorer is not None))
+        return (
+            self._after_step,
+            self._between_steps,
+            *(part.scorer.observer for part in self._parts if part.scorer is not None),
+        )
 
     @property
     def acts_before_steps(self) -> str | None:

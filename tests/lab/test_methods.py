@@ -83,9 +83,17 @@ def test_the_overview_names_every_method_with_what_it_does_and_its_options() -> 
         ("gxd_paper", ["ranking=age"], ("ranking=age",)),
         ("gxd", ["incoming=he", "step_policy=keep"], ("incoming=he",)),
         ("continual_backprop", {"selection": "set"}, ("selection=set",)),
-        ("parseval+redo", ["strength=1", "every=5"], ("parseval.strength=1.0", "redo.every=5")),
-        ("parseval+gxd", {"gxd": {"maturity": 5}}, ("gxd.maturity=5",)),  # as TOML reads gxd.maturity = 5
-        ("parseval+gxd", ["gxd.replacement_rate=1e-3"], ()),  # the default
+        (
+            "parseval+redo",
+            ["strength=1", "every=5"],
+            ("parseval.decoupled=false", "parseval.strength=1.0", "redo.every=5"),
+        ),
+        (
+            "parseval+gxd",
+            {"gxd": {"maturity": 5}},
+            ("gxd.maturity=5", "parseval.decoupled=false"),
+        ),  # as TOML reads gxd.maturity = 5
+        ("parseval+gxd", ["gxd.replacement_rate=1e-3"], ("parseval.decoupled=false",)),  # the default
         ("backprop", (), ()),
     ],
 )

@@ -163,7 +163,10 @@ def test_a_whole_amount_is_a_whole_reset_bit_for_bit():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"incoming": "frsh"}, "incoming='frsh' is not one of 'fresh', 'initial', 'he', a length.*Did you mean 'fresh'"),
+        (
+            {"incoming": "frsh"},
+            "incoming='frsh' is not one of 'fresh', 'initial', 'he', a length.*Did you mean 'fresh'",
+        ),
         ({"offset": "init"}, "offset='init'"),
         ({"outgoing": 1.5}, "outgoing=1.5 must be a number, from 0 to 1"),
         ({"outgoing": "keep"}, "outgoing='keep'"),

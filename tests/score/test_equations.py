@@ -114,7 +114,9 @@ def test_every_optimizer_and_activation_trains_as_the_equations_say(optimizer, a
 
 @pytest.mark.parametrize("utility", ["gxd", "gxd_loss", "contribution"])
 def test_ranked_by_age_the_units_of_lowest_utility_per_step_lived_are_reset(utility):
-    by_age, absolute = ([r.resets for *_, r in run_both(utility, steps=120, ranking=ranking)] for ranking in ("age", "absolute"))
+    by_age, absolute = (
+        [r.resets for *_, r in run_both(utility, steps=120, ranking=ranking)] for ranking in ("age", "absolute")
+    )
     assert by_age != absolute  # or this would show nothing
     for model, cbp, naive, record in run_both(utility, steps=120, ranking="age"):
         assert_same(cbp, model, naive, record)

@@ -30,6 +30,9 @@ class Backwards:
     1. A backward pass counts if it ends in the ``grad`` of the units' weights. One by ``torch.autograd.grad`` does not.
     2. What earlier passes have shown is void once ``grad`` has been zeroed, or set to None, before the step.
 
+    Reentrant checkpointing runs backward passes inside a backward pass. They are parts of it, and while it lasts, a
+    ``grad`` that is still None has not been set to None.
+
     FSDP2 puts other tensors into the graph than the sharded parameters that are seen here, so with it every backward
     pass counts.
 
@@ -48,41 +51,59 @@ class Backwards:
         self._sharded = any(is_sharded(tensors[name]) for names in weights for name in names)
         self._stamps: list[Stamp] = []
         self._running, self._counts = -1, False
+        self._whole = -1  # the backward pass that all others run in
+        self._parts: dict[int, bool] = {}  # the backward passes in it, and itself, by number: whether they count
         self._nodes: dict[str, Any] = {}  # of the graph, by weight: where a gradient is added to `grad`
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_nodes": {}}  # nodes cannot be copied
 
-    def keep(self, tensor: Tensor, view: int, kept: list[Tensor]) -> None:
-        """Collect the gradients that backward passes bring to a view, in a list: those that count."""
+    def keep(self, tensor: Tensor, view: int, kept: list[Tensor], within: int = -1) -> None:
+        """Collect the gradients that backward passes bring to a view, in a list: those that count.
+
+        Args:
+            within: the backward pass that has made the tensor, or -1.
+        """
 
         def arrives(gradient: Tensor) -> None:  # for each view in each backward pass, so that every call counts
             known = torch._C._current_graph_task_id() == self._running and self._told is None
-            if self._counts if known else self._new_counts(view):
+            if self._counts if known else self._new_counts(view, within):
                 kept.append(gradient.detach() if gradient.requires_grad else gradient)
 
         tensor.register_hook(arrives)
 
-    def _new_counts(self, view: int) -> bool:
-        """Whether the gradient counts that a backward pass has just brought to a view, its first."""
+    def _new_counts(self, view: int, within: int) -> bool:
+        """Whether the gradient counts that a backward pass has just brought to a view: its first, or the first since
+        another one ran inside it.
+        """
         if self._told is not None or self._sharded:
             return self._told is not False
-        name = next((name for name in self.weights[view] if self.tensors[name].requires_grad), None)
-        if name is None:  # frozen, as a critic is for its actor's loss
+        names = [name for name in self.weights[view] if self.tensors[name].requires_grad]
+        if not names:  # frozen, as a critic is for its actor's loss
             return False
-        weight = self.tensors[name]
-        self._running, self._counts = torch._C._current_graph_task_id(), self._accumulates(name, weight)
+        self._running = task = torch._C._current_graph_task_id()
+        if task in self._parts:
+            self._counts = self._parts[task]
+            return self._counts
+        whole = self._whole if within in self._parts else task if within == -1 else within
+        begins = whole != self._whole
+        if begins:
+            self._whole, self._parts = whole, {}
+        # One is enough: a checkpointed segment has its weights in a backward pass of its own.
+        name = next((name for name in names if self._accumulates(name, self.tensors[name])), None)
+        self._counts = self._parts[task] = name is not None
         self.refused |= not self._counts
-        if self._counts:
-            self._check()
-            gradient = weight.grad
+        if name is not None:
+            if begins:
+                self._check()
+            gradient = self.tensors[name].grad
             stamp = (None, -1) if gradient is None else (weakref.ref(gradient), gradient._version)
             self._stamps.append(Stamp(name, *stamp))
         return self._counts
 
     def stepped(self) -> None:
         """An optimizer has used the gradients so far."""
-        self._stamps, self._running = [], -1
+        self._stamps, self._running, self._whole, self._parts = [], -1, -1, {}
 
     @contextmanager
     def telling(self, counts: bool) -> Iterator[None]:

@@ -94,9 +94,11 @@ class Observer(Owner):
         self.running = False  # inside a call of the model
         self.over = False  # the last pass is complete
         self.unseen: dict[str, RemovableHandle] = {}
+        begin, end = Begin(self, model), End(self, model)
+        begin.recomputed = end.recomputed = backwards is not None
         self.handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(Begin(self, model), prepend=True, with_kwargs=True),
-            model.register_forward_hook(End(self, model)),
+            model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            model.register_forward_hook(end),
         ]
         self.folded = any(view.fold != "none" for view in plan.views)  # examples and positions share an axis
         self.batch_dim = plan.batch_dim
@@ -129,7 +131,8 @@ class Observer(Owner):
         self.running, self.over = False, True
 
     def start(self, whole: bool, examples: int | None = None) -> None:
-        self.on_pass()
+        if torch._C._current_graph_task_id() == -1:  # in a backward pass, the gradients are yet to come
+            self.on_pass()
         if len(self.passes) >= MOST_PASSES:
             self.passes.pop(0)
             warn(
@@ -143,10 +146,13 @@ class Observer(Owner):
     def capture(self, numbers: Sequence[int], source: Tensor, alias: Tensor) -> None:
         """Note that a consumer of these views is about to read ``alias``: an alias of ``source``, or itself."""
         source = getattr(source, "_gxd_source", source)
+        within = torch._C._current_graph_task_id()  # of a backward pass that recomputes a segment, or -1
         for number in numbers:
             # A part of the model may be called by itself; then a view that is seen again tells that a new pass began.
-            capture = self.passes[-1].get(number) if self.passes else None
-            if not self.passes or self.over or (capture is not None and capture.source is not source):
+            # What is recomputed belongs to the pass before.
+            there = self.passes and (within != -1 or not self.over)
+            capture = self.passes[-1].get(number) if there else None
+            if not there or (capture is not None and capture.source is not source):
                 self.start(whole=False)
                 capture = None
             if capture is None:
@@ -155,7 +161,7 @@ class Observer(Owner):
                 continue  # its gradient counts all its consumers already
             capture.aliases.append(alias)
             if self.backwards is not None and alias.requires_grad:
-                self.backwards.keep(alias, number, capture.loss_gradients)
+                self.backwards.keep(alias, number, capture.loss_gradients, within)
 
     def void(self) -> None:
         """The backward passes so far do not count."""
@@ -240,6 +246,7 @@ class Input(Hook):
     def __init__(self, observer: Observer, module: nn.Module, site: Site, nested: bool) -> None:
         super().__init__(observer, module)
         self.site, self.nested = site, nested
+        self.recomputed = observer.backwards is not None  # else it is observed before there is a backward pass
         self.plain = site.ports == ("input",)
 
     def act(self, observer: Observer, *call: Any) -> Any:

@@ -71,6 +71,8 @@ class Hook(LeftOut):
     """
 
     always = False  # or only while the observer is active
+    # Whether it acts on what a backward pass recomputes, too: reentrant checkpointing makes its gradients there.
+    recomputed = False
 
     def __init__(self, observer: Any, module: nn.Module) -> None:
         self.observer, self.module = observer, module
@@ -86,7 +88,7 @@ class Hook(LeftOut):
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Act, but only in training passes of the module itself: not in evaluation, not when acting without gradients,
-        not when a backward pass recomputes a checkpointed segment, not inside a transform of torch.func.
+        not inside a transform of torch.func, and of what a backward pass recomputes only what had no gradients before.
         """
         observer = self.observer
         if observer is None:
@@ -98,7 +100,7 @@ class Hook(LeftOut):
             or module is not self.module
             or not module.training
             or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1
+            or (torch._C._current_graph_task_id() != -1 and not (self.recomputed and is_recomputed_with_gradients()))
             or torch._C._functorch.maybe_current_level() is not None
         ):
             return None
@@ -106,6 +108,14 @@ class Hook(LeftOut):
 
     def act(self, observer: Any, *call: Any) -> Any:
         raise NotImplementedError
+
+
+def is_recomputed_with_gradients() -> bool:
+    """Whether a forward pass inside a backward pass makes the gradients of its segment, as reentrant checkpointing
+    does. Otherwise (``use_reentrant=False``) only the saved tensors are made again, which has been seen before.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or "_recomputation_hook" not in getattr(hooks[0], "__qualname__", "")
 
 
 @torch.compiler.disable

@@ -275,7 +275,7 @@ def _nothing_seen(utility: Utility, seen: bool, waiting: bool, refused: bool) ->
             "parameters were updated, no unit was scored or reset"
         )
     return (
-        "optimizer.step() without a training forward pass since the last step: call model.train(), "
-        "and call the model that gxd is attached "
-        "to. The parameters were updated, no unit was scored or reset"
+        "optimizer.step() without a training forward pass since the last step: call model.train(), and call the model "
+        "that gxd is attached to, with gradients enabled. A compiled model that ran before has to be compiled again "
+        "(torch.compiler.reset()). The parameters were updated, no unit was scored or reset"
     )
