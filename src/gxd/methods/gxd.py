@@ -37,8 +37,8 @@ def gxd(
     Args:
         replacement_rate: the share of the mature units of each layer that is reset per step.
         maturity: a unit is mature when more than this many steps old.
-        incoming: the incoming weights of a newborn unit, see :class:`gxd.Reset`. ``"he"``: at He's scale, for a unit
-            that is born weak stays useless, and is the next to go. ``"fresh"``: as the layer began.
+        incoming: the incoming weights of a newborn unit, see :class:`gxd.Reset`. ``"he"``: at He's scale. A unit that
+            is born weak stays useless, and is the next to go. ``"fresh"``: as the layer began.
         score_every: score only every so many steps, which is cheaper.
         compensate: whether to move a unit's mean contribution into the biases behind it.
         decay: of the running averages, per step.
