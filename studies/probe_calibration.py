@@ -247,17 +247,22 @@ def table(rows: list[dict[str, str]]) -> str:
         "",
         "## Damaged networks",
         "",
-        "Found: called losing or lost. True loss: of all networks of the row together, ± its standard error.",
+        "Found: called losing or lost. True loss: of all networks of the row together, ± its standard error. Spread: "
+        "the standard deviation of the loss between networks. The same damage costs some networks more than others, so "
+        "the last column counts those alone whose own loss, over their five runs, is between 40 and 60 %.",
         "",
-        "| setting | damage | networks | true loss of learning | found | called healthy | undecided |",
-        "|---|---|---|---|---|---|---|",
+        "| setting | damage | networks | true loss | spread | found | called healthy | undecided | 40 to 60 %: found |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, setting in SETTINGS.items():
         for kind in list(KINDS)[1:]:
             if own := of[name, kind]:
                 damage = {"scaled": f"weights {setting.scaled}", "dead units": "some units dead", "dead": "all dead"}
                 found = share(own, "losing", "lost"), share(own, "healthy"), share(own, "undecided")
-                cells = name, damage[kind], str(len(own)), true_loss(own), *found
+                spread = f"{100 * float(torch.tensor([float(row['gap']) for row in own]).std()):.0f} %"
+                half = [row for row in own if 0.4 <= float(row["gap"]) <= 0.6]
+                of_half = f"{sum(row['verdict'] in ('losing', 'lost') for row in half)} of {len(half)}" if half else "-"
+                cells = name, damage[kind], str(len(own)), true_loss(own), spread, *found, of_half
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
