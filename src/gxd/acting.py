@@ -151,6 +151,11 @@ class Acting:
         _OPEN.discard(self)
 
     @property
+    def has_scored(self) -> bool:
+        """Whether a step has shown units to all methods that score them."""
+        return all(part.units.scored > 0 for part in self._parts if part.scorer is not None)
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return not self._hooks

@@ -306,6 +306,24 @@ def test_example_inputs_of_the_module_are_used(tmp_path: Path):
     assert [method.utility.name for method in seen[0].methods] == ["gxd_loss"]
 
 
+def test_a_network_that_stays_in_evaluation_mode_is_told_of_at_the_first_step_with_a_loss(tmp_path: Path):
+    """Lightning leaves modes as they are, and pretrained networks come in evaluation mode."""
+    module = Module()
+    module.net.eval()
+    with pytest.raises(gxd.ObservationError, match=r"model\.train\(\)"):
+        fit(tmp_path, GxdCallback(**OFTEN), module)
+    module = Module()
+    module.skip = (0, 1)
+    callback = GxdCallback(**OFTEN)
+    fit(tmp_path, callback, module, epochs=2)  # steps without a loss, first and in between, are nothing to tell of
+    assert callback.cbp.total_resets > 0
+    module = Module()
+    module.net.eval()
+    callback = GxdCallback(on_unobserved="skip", **OFTEN)
+    fit(tmp_path, callback, module, epochs=1)
+    assert callback.cbp.total_resets == 0
+
+
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 

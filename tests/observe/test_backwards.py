@@ -1,6 +1,8 @@
 """Which backward passes a utility of the loss learns from: those whose gradients the optimizer uses."""
 
+import copy
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -237,6 +239,118 @@ def test_a_loss_that_never_reaches_the_model_is_told_what_to_do():
     F.cross_entropy(out + free, Y).backward()
     with pytest.raises(gxd.ObservationError, match=r"without a training forward pass.*model\.train\(\)"):
         optimizer.step()
+
+
+def by_hand(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def after_a_pass(model):
+    model(X)
+    by_hand(model)
+
+
+def without_gradients(model):
+    with torch.no_grad():
+        after_a_pass(model)
+
+
+def in_inference_mode(model):
+    with torch.inference_mode():
+        model(X)
+    by_hand(model)
+
+
+def in_evaluation_mode(model):
+    F.cross_entropy(model.eval()(X), Y).backward()
+    model.train()
+
+
+def by_torch_func(model):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    call = torch.func.functional_call
+    gradients = torch.func.grad(lambda given: F.cross_entropy(call(model, given, (X,)), Y))(parameters)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+
+
+def of_a_copy(model):
+    copied = copy.deepcopy(model)
+    F.cross_entropy(copied(X), Y).backward()
+    for parameter, other in zip(model.parameters(), copied.parameters()):
+        parameter.grad = other.grad
+
+
+def of_the_weights_alone(model):
+    sum(p.square().sum() for p in model.parameters()).backward()
+
+
+def of_a_branch_that_is_cut_off(model):
+    (model(X).detach() * model[4].bias).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (by_hand, "call the model"),
+        (after_a_pass, r"Call loss\.backward\(\)"),
+        (without_gradients, r"with gradients enabled.*torch\.no_grad\(\)"),
+        (in_inference_mode, "with gradients enabled"),
+        (in_evaluation_mode, r"call model\.train\(\)"),
+        (by_torch_func, r"torch\.func"),
+        (of_a_copy, "not a copy of it"),
+        (of_the_weights_alone, "call the model that gxd is attached to"),
+        (of_a_branch_that_is_cut_off, r"Call loss\.backward\(\)"),
+    ],
+)
+def test_gradients_that_are_made_in_another_way_are_told_with_the_remedy_and_the_next_step_is_as_ever(
+    make, remedy, alone
+):
+    model = network()
+    optimizer, resets = attached(model)
+    before = copy.deepcopy(model.state_dict())
+    make(model)
+    with pytest.raises(gxd.ObservationError, match=remedy):
+        optimizer.step()
+    model.load_state_dict(before)
+    plain_step(model, optimizer)
+    assert_seen_alike(resets, alone)
+
+
+# --- layers without any score
+
+
+def resets_of(model, steps=30, loss=lambda out: F.cross_entropy(out, Y)):
+    """Group -> how many units were reset."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    resets = gxd.attach(model, optimizer, gxd.method("gxd", replacement_rate=0.1, maturity=2), example_inputs=X[:2])
+    counts = Counter()
+    resets.on_reset(lambda units: counts.update({name: len(index) for name, index in units.items()}))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(X)).backward()
+        optimizer.step()
+    return counts
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_layer_that_was_dead_when_gxd_was_attached_comes_to_life(dead):
+    model = network()
+    model[1], model[3] = nn.ReLU(), nn.ReLU()
+    with torch.no_grad():
+        model[dead].bias.fill_(-100.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gxd.ObservationWarning)  # the layer before it has no gradient at first
+        assert resets_of(model)[str(dead)] > 3
+    assert model[: dead + 2](X).any()
+
+
+def test_a_layer_whose_gradients_are_all_zero_is_left_alone_with_a_warning():
+    """The loss of another task, by a mask: its units may be needed again."""
+    model = network()
+    with pytest.warns(gxd.ObservationWarning, match="gradients that are all 0"):
+        assert not resets_of(model, loss=lambda out: out.sum() * 0)
 
 
 def test_observe_does_no_harm(alone):

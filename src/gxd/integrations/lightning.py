@@ -66,6 +66,7 @@ class GxdCallback(Callback):
         self._handles: list[Any] = []
         self._depth = 0  # of calls of the module inside one another
         self._seen = False  # an output, since the fit began
+        self._unproven = False  # no step of the fit has shown a unit yet, to methods that need no output
         self._step = -1  # that was logged last
         self._evaluating = ExitStack()
 
@@ -122,6 +123,7 @@ class GxdCallback(Callback):
             on_unobserved="skip",  # a training_step that returns None makes a step all the same
         )
         self._seen = not self.observe
+        self._unproven = not self.observe and "on_unobserved" not in self._session.options
         if self.observe:
             # Wrapped by a strategy, the module is called for training_step, too, whose output is the loss.
             if watched is pl_module and trainer.strategy.model is not pl_module:
@@ -162,6 +164,8 @@ class GxdCallback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Observe what the module has returned since the last backward pass."""
         attached = self.cbp
+        if self._unproven and attached is not None:  # a step with a loss has to show something
+            attached.on_unobserved = "raise"
         if self._output is None or attached is None:
             return
         self._seen = bool(self._output.observe()) or self._seen
@@ -182,6 +186,8 @@ class GxdCallback(Callback):
         self._batch = None
         if self._output is not None:
             self._output.clear()
+        if self._unproven and self.cbp is not None and self.cbp.has_scored:
+            self._unproven, self.cbp.on_unobserved = False, "skip"
         step, every = trainer.global_step, max(getattr(trainer, "log_every_n_steps", 1), 1)
         if self.cbp is not None and step != self._step and step % every == 0:
             self._step = step

@@ -152,7 +152,7 @@ class UnitReset(Method):
         if units.seen is not None and not bool(units.seen[host.plan.unit_slices[number]].any()):
             why = (
                 "no forward pass of this step has shown its units (a branch that does not run, another task's head, "
-                "layers in evaluation mode, or a region checkpointed with use_reentrant=True)"
+                "layers in evaluation mode, a region checkpointed with use_reentrant=True, or gradients that are all 0)"
             )
         else:
             frozen = [name for name in group.tensors if host.tensors.is_frozen(name)]

@@ -266,8 +266,9 @@ def _nothing_seen(utility: Utility, seen: bool, waiting: bool, refused: bool) ->
         )
     if waiting:
         return (
-            "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. "
-            "The parameters were updated, no unit was scored or reset"
+            "optimizer.step() without loss.backward(): the utility reads the gradients of the backward pass. Call "
+            "loss.backward(), or, where gradients are made in another way, choose a utility that is observed, such as "
+            "'gxd_sketch'. The parameters were updated, no unit was scored or reset"
         )
     if seen:
         return (
@@ -276,6 +277,7 @@ def _nothing_seen(utility: Utility, seen: bool, waiting: bool, refused: bool) ->
         )
     return (
         "optimizer.step() without a training forward pass since the last step: call model.train(), and call the model "
-        "that gxd is attached to, with gradients enabled. A compiled model that ran before has to be compiled again "
-        "(torch.compiler.reset()). The parameters were updated, no unit was scored or reset"
+        "that gxd is attached to, with gradients enabled: not a copy of it, nor under torch.no_grad() or in "
+        "torch.func. A compiled model that ran before has to be compiled again (torch.compiler.reset()). The "
+        "parameters were updated, no unit was scored or reset"
     )

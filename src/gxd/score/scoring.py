@@ -53,11 +53,13 @@ class Scoring:
         self.widths = [reader.n for reader in self.readers]
         self.sizes = [group.size for group in plan.groups]
         self.group_of_unit = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        self.group_of_view = torch.tensor(self.group_of).repeat_interleave(torch.tensor(self.widths))
         self.one: Tensor | None = None  # kept for the next step
 
     def follow(self, like: Tensor) -> None:
         """Keep what is needed at every step where the statistics are."""
         self.one, self.group_of_unit = like.new_ones(()), self.group_of_unit.to(like.device)
+        self.group_of_view = self.group_of_view.to(like.device)
 
     @torch.no_grad()
     def add(
@@ -126,15 +128,18 @@ class Scoring:
         if not sums.whole:
             score, seen = self._quotient(score, sums.score_count, self.plan.unit_slices)
         if self.utility.relative:
-            score, seen = self._shares(score, seen, wait)
+            score, seen = self._shares(score, seen, mean[0], wait)
         if seen is None and state.utility_weight is state.mean_weight and sums.whole:  # one view each, always seen
             utility = torch.lerp(state.utility, score, 1 - self.decay), mean[1]
         else:
             utility = averaged((state.utility, state.utility_weight), score, seen, self.decay)
         return updated(state, mean, utility, self._gram_ahead(state, sums) if state.gram else (), seen, wait)
 
-    def _shares(self, score: Tensor, seen: Tensor | None, wait: bool) -> tuple[Tensor, Tensor | None]:
-        """Scores over the mean of their group, and which units were seen: not those of a group without any score."""
+    def _shares(self, score: Tensor, seen: Tensor | None, mean: Tensor, wait: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores over the mean of their group, and which units were seen: not those of a group without any score, as no
+        gradient has reached it. A layer that has never said anything else than 0 has none either, whatever the
+        gradient: its units are worth nothing, and have to be reset.
+        """
         if len(set(self.sizes)) == 1:
             means = score.reshape(len(self.sizes), -1).mean(1)
         else:
@@ -142,8 +147,9 @@ class Scoring:
         if wait and all(means.tolist()):
             return score / self._each(means), seen
         shown = means != 0
-        each = self._each(shown)
-        score = score.where(each, 0.0) / self._each(means.where(shown, 1.0))
+        score = score.where(self._each(shown), 0.0) / self._each(means.where(shown, 1.0))
+        said = means.new_zeros(len(means)).index_add(0, self.group_of_view, mean.abs().to(means))
+        each = self._each(shown | (said == 0))
         return score, each if seen is None else each & seen
 
     def _each(self, of_groups: Tensor) -> Tensor:
