@@ -396,7 +396,7 @@ def test_without_a_checkout_the_board_that_came_with_gxd_is_shown_and_added_to_a
     monkeypatch.setattr(cli, "CHECKOUT", board)  # of an editable install, elsewhere
     monkeypatch.chdir(tmp_path)
     assert command(["show"], SMALL) == 0
-    assert "| gxd |" in capsys.readouterr().out
+    assert "| gxd_paper |" in capsys.readouterr().out
 
 
 def test_where_there_is_no_board_at_all_a_line_says_how_to_make_one(own, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_the_overview_names_every_method_with_what_it_does_and_its_options() -> 
         ("redo", ["step_policy=reset"], ("step_policy=reset",)),
         ("l2_init", ["decoupled=False", "strength=1e-3"], ("decoupled=false", "strength=0.001")),
         ("gxd_paper", ["ranking=age"], ("ranking=age",)),
-        ("gxd", ["incoming=he", "step_policy=keep"], ("incoming=he",)),
+        ("gxd", ["incoming=fresh", "step_policy=keep"], ("incoming=fresh",)),
         ("continual_backprop", {"selection": "set"}, ("selection=set",)),
         (
             "parseval+redo",

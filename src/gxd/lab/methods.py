@@ -188,9 +188,9 @@ def canonical(method: str, given: Any) -> tuple[str, ...]:
     values = _table(given)
     if method == "backprop" and values:
         raise UserError(f"option {next(iter(values))!r}: backprop has no options; choose another method")
-    if method == "backprop":
-        return ()
     given_parts = parts(method)
+    if not values and not any(part in CHANGED for part in given_parts):
+        return ()
     if len(given_parts) == 1:
         kept = _checked(method, values, fields=has_fields(method))
     else:

@@ -211,8 +211,8 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self.places[name]
-        parameter = module._parameters.get(attribute)
-        tensor: Tensor = getattr(module, attribute) if parameter is None else parameter
+        parameters = module._parameters  # `getattr` would look here too, but only after two other places
+        tensor: Tensor = parameters[attribute] if attribute in parameters else getattr(module, attribute)
         return tensor
 
     def is_frozen(self, name: str) -> bool:

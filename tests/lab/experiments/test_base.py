@@ -63,7 +63,7 @@ def test_every_setting_that_changes_the_numbers_changes_the_key_and_no_other_doe
         "method": "gxi", "activation": "silu", "tasks": 7, "epochs": 3, "batch_size": 5, "lr": 0.7, "momentum": 0.5,
         "weight_decay": 0.1, "rate": 0.5, "maturity": 3, "decay": 0.5, "compensate": False, "score_every": 4,
         "positions": "abs", "seed": 9, "compile": "no", "device": "cuda", "threads": 3, "layer_norm": True, "width": 9,
-        "depth": 2, "data_dir": "b", "options": ("incoming=he",), "optimizer": "adam", "init": "default",
+        "depth": 2, "data_dir": "b", "options": ("incoming=fresh",), "optimizer": "adam", "init": "default",
         "input_norm": "ema", "network": "linear", "paper": True,
     }  # fmt: skip
     assert set(other) == {f.name for f in fields(base)}

@@ -190,10 +190,12 @@ def _take_over(base: Path, out: Path, extra: Sequence[Entry]) -> None:
 
 
 def _add(options: AddOptions, protocol: Protocol) -> int:
+    # A method of the user's may go to another directory.
     out, file = options.out.absolute(), options.file.absolute()
+    named = None if options.board is None else options.board.absolute()
     before, taken = dict(gxd.methods()), {*entries(), *gxd.methods(), *gxd.utilities()}
     module = methods.load(file)
-    base = _found(options.board, protocol)
+    base = _found(named, protocol)
     new = [name for name, info in gxd.methods().items() if before.get(name) is not info]
     replaced = [name for name in new if name in taken]
     if replaced:
