@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +213,7 @@ class NamedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         module, attribute = self.places[name]
         parameters = module._parameters  # `getattr` would look here too, but only after two other places
-        tensor: Tensor = parameters[attribute] if attribute in parameters else getattr(module, attribute)
+        tensor: Any = parameters[attribute] if attribute in parameters else getattr(module, attribute)
         return tensor
 
     def is_frozen(self, name: str) -> bool:
