@@ -100,6 +100,7 @@ def run() -> None:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        file.flush()
         for seed, kind, name in product(SEEDS, ACTIVATIONS, OPTIMIZERS):
             if (kind, name, seed) not in done:
                 for row in stream(kind, name, seed):

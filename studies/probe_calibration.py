@@ -191,6 +191,7 @@ def run() -> None:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        file.flush()
         for name, kind, number in todo({(row["setting"], row["kind"], int(row["number"])) for row in rows}):
             begun = time.perf_counter()
             seed = 1000 * list(KINDS).index(kind) + number

@@ -63,6 +63,7 @@ def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 APART = (
     "README.md",
+    "docs/births.md",
     "docs/reach.md",
     "docs/which.md",
     "docs/extending.md",
